@@ -82,14 +82,14 @@ impl NamedProblem {
 
 #[derive(Debug, Clone, PartialEq, Eq, Hash, Serialize)]
 pub struct Origin {
-    /// The path with which the service opened the file.
+    /// The path with which the service opened the configuration file.
     pub file: PathBuf,
     /// The line, from 1. None if the problem concerns the file as a whole.
     pub line: Option<usize>,
 }
 
 impl Origin {
-    /// The place of a problem of the file as a whole.
+    /// The place of a problem that concerns a configuration file as a whole.
     pub fn whole(file: &Path) -> Self {
         Self { file: file.to_owned(), line: None }
     }
@@ -109,7 +109,7 @@ impl fmt::Display for Origin {
 pub struct LocatedProblem {
     #[serde(flatten)]
     pub origin: Origin,
-    /// The key or the entry, as a user writes it: `cuda_mps_replicas`, `devices[2].virtual_number`.
+    /// The key or the entry of the configuration, such as `cuda_mps_replicas` or `devices[2].virtual_number`.
     pub key: String,
     #[serde(flatten)]
     pub problem: Problem,

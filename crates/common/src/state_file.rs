@@ -1,4 +1,4 @@
-//! The content of the state file. Only the service writes it.
+//! The content of the state file. Only the service writes the state file.
 
 use std::collections::BTreeMap;
 use std::io;
@@ -26,7 +26,8 @@ pub const MAX_BYTES: usize = bindings::MOST_BYTES + 16 * 1024 * 1024;
 pub struct Running {
     pub process: ProcessId,
     pub pipe_directory: PathBuf,
-    /// The directory in which the control daemon makes its sockets. None if that is the pipe directory.
+    /// The directory in which the control daemon makes its sockets. None if the control daemon makes its sockets in the pipe
+    /// directory.
     #[serde(default)]
     pub private_directory: Option<PathBuf>,
     /// The directory that contains the slices' directories, with links to the control daemon. None if slices have no
@@ -34,7 +35,7 @@ pub struct Running {
     #[serde(default)]
     pub slice_directories: Option<PathBuf>,
     pub log_directory: PathBuf,
-    /// The UUIDs of the control daemon's GPUs; the position is the ordinal.
+    /// The UUIDs of the control daemon's GPUs; the position of a UUID in the list is the ordinal of the GPU.
     pub gpus: Vec<String>,
     /// The names of the control daemon's GPUs, by UUID. A running control daemon may have a GPU that the configuration does not
     /// name any more.

@@ -1,4 +1,4 @@
-//! Text for a terminal. Text of other processes can't control the terminal.
+//! Text for a terminal. Escapes or replaces characters of text from other processes, so that the text can't control the terminal.
 
 use serde::Serialize;
 
@@ -34,7 +34,7 @@ pub fn is_unprintable(c: char) -> bool {
 }
 
 /// The text without control characters, for the clients of the bus, which may print it on a terminal: the name of a process may
-/// contain characters that control a terminal. A NUL would make the bus close the connection.
+/// contain characters that control a terminal. A NUL character in a message would make the bus close the connection.
 pub fn clean(text: &str) -> String {
     text.replace(char::is_control, "\u{fffd}")
 }

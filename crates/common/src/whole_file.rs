@@ -1,5 +1,5 @@
 //! Writes a file as a whole: a reader sees the former file or the new one, and if the disk is full, the former file stays. A link
-//! or a FIFO with this name is replaced and not followed. All users may read the file, independent of the umask.
+//! or a FIFO at the path of the file is replaced and not followed. All users may read the written file, independent of the umask.
 
 use std::fs::{self, File, Permissions};
 use std::io::{self, Write};
@@ -35,7 +35,7 @@ pub fn write_new(path: &Path, bytes: &[u8]) -> io::Result<()> {
 }
 
 /// Writes the content to a new file with a temporary name, which is removed when the returned value is dropped. Container
-/// runtimes and collectors choose files by the suffix of the name, and do not read a file with this suffix.
+/// runtimes and collectors choose files by the suffix of the name, and do not read a file with the suffix `.new`.
 fn unfinished(path: &Path, parts: &[&[u8]]) -> io::Result<NamedTempFile> {
     // `File::create_new` opens the file, since an error of the library `tempfile` contains the random name: an error that is
     // only reported when it changes would be reported each time.

@@ -1,4 +1,4 @@
-//! Decides if a program may have a slice now. All parts of the service that hand out slices ask here.
+//! Decides if a program may have a slice now. All parts of the service that hand out slices call the functions of this file.
 
 use alloc::string::String;
 
@@ -9,10 +9,10 @@ use crate::bindings::{Binding, Bindings, BoundBy, ControlGroup, GroupUse};
 pub struct Asker<'a> {
     /// The path of the program's control group. None if the path is not known yet.
     pub control_group: Option<&'a str>,
-    /// The authority by which the program has the slices. A weaker binding of another control group is no obstacle for a slice
-    /// that the program names.
+    /// The authority by which the program has the slices. If the program names a slice, the binding of another control group with
+    /// less authority does not exclude the program from the slice.
     pub by: BoundBy,
-    /// True if the program shares the slices with other programs. False if it wants them alone.
+    /// True if the program shares the slices with other programs. False if the program wants the slices for itself alone.
     pub shares: bool,
 }
 
@@ -41,7 +41,7 @@ pub struct Standing {
     pub unusable: Option<String>,
     /// True if an administrator has drained the slice.
     pub drained: bool,
-    /// The name of the binding that excludes the program from the slice. None if no binding does.
+    /// The name of the binding that excludes the program from the slice. None if no binding excludes the program.
     pub taken_by: Option<String>,
     /// The reason why a program that is started now would not get the limits of the slice. None if it would.
     pub unserved: Option<String>,
@@ -52,7 +52,7 @@ pub struct Standing {
 pub enum Obstacle {
     /// The slice is not served now. The service removes this obstacle, so the caller may wait.
     Unserved(String),
-    /// The slice is bound to another owner, whose name this is.
+    /// The slice is bound to another owner, who has this name.
     Taken(String),
     /// The slice is drained: it takes no new clients.
     Drained,
@@ -70,7 +70,8 @@ impl Obstacle {
 /// Decides if a program may have a slice now.
 ///
 /// # Errors
-/// The obstacle. If there are several, the obstacle that lasts longest.
+/// The error is the obstacle that prevents the program from having the slice. If there are several obstacles, the error is the
+/// obstacle that lasts longest.
 pub fn may_have(standing: Standing) -> Result<(), Obstacle> {
     let Standing { unusable, drained, taken_by, unserved } = standing;
     let obstacles = [

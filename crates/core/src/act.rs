@@ -1,4 +1,4 @@
-//! The acts that the core orders. The code that carries them out decides nothing.
+//! The acts that the core orders. The code that carries the acts out decides nothing.
 
 use core::time::Duration;
 
@@ -7,7 +7,7 @@ use crate::{DaemonId, Goal, GpuUuid, HeldGpus, Order, Permit};
 /// An act that the core orders.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Act<P> {
-    /// An act about one control daemon. At most one such act is under way for an id. The result of the act comes back as
+    /// An act about one control daemon. At most one act is under way for each control daemon. The result of the act comes back as
     /// [`crate::CoreEvent::Done`], except for [`DaemonAct::Rest`], which has no result.
     Daemon {
         id: DaemonId,
@@ -19,16 +19,16 @@ pub enum Act<P> {
         held: HeldGpus,
         act: DaemonAct,
     },
-    /// Break off the act that is under way for this id, at once. The result of the act then comes back as interrupted, or as
-    /// its outcome if the act was over before.
+    /// Break off the act that is under way for this id, at once. The result of an act that was broken off comes back as
+    /// [`crate::ActOutcome::Interrupted`]; if the act was over before, its own outcome comes back.
     Interrupt { id: DaemonId },
     /// The control daemon with this id needs no supervisor any more.
     Release { id: DaemonId },
-    /// Record the compute mode of this GPU, and set the service's compute mode. The result comes back as
+    /// Record the compute mode of this GPU, and set the service's compute mode. The result of the act comes back as
     /// [`crate::CoreEvent::ModeDone`].
     TakeMode(GpuUuid),
-    /// Restore the recorded compute mode of this GPU, unless another program has changed the mode since, or the service has
-    /// never changed it. The result comes back as [`crate::CoreEvent::ModeDone`].
+    /// Restore the recorded compute mode of this GPU, unless another program has changed the mode since, or the service has never
+    /// changed it. The result of the act comes back as [`crate::CoreEvent::ModeDone`].
     PutModeBack(GpuUuid),
 }
 
@@ -43,9 +43,9 @@ pub enum DaemonAct {
     Serve,
     /// Find out if programs use a control daemon that has failed.
     Judge,
-    /// End the control daemon, for the cause of the permit. If the cause is that the control daemon is unused, and a client
-    /// comes meanwhile, the control daemon lives on until the client has ended. With any other cause the clients lose their
-    /// work.
+    /// End the control daemon, for the cause that the permit has. If the cause is that the control daemon is unused, and a client
+    /// comes meanwhile, the control daemon lives on until the client has ended. With any other cause than
+    /// [`crate::Cause::Unused`], the clients of the control daemon lose their work.
     End(Permit),
     /// Show the reason why the control daemon does not serve, and that the service tries again after this time.
     Rest(Duration),

@@ -6,9 +6,9 @@
 //!
 //! A binding ends by itself when its control group is removed. The binding of a container of Kubernetes ends with the pod: the
 //! kubelet gives slices to pods, and restarts a container with the slice that it had. A control group without processes may still
-//! get its first one, so its binding ends only after [`FIRST_PROCESS`]. A control group whose processes have all ended loses its
-//! slice as soon as another control group asks for it: a restarted container can come before the control group of its predecessor
-//! is removed.
+//! get its first process, so its binding ends only after [`FIRST_PROCESS`]. A control group whose processes have all ended loses
+//! its slice as soon as another control group asks for it: a restarted container can come before the control group of its
+//! predecessor is removed.
 
 use alloc::collections::{BTreeMap, BTreeSet};
 use alloc::string::String;
@@ -23,20 +23,20 @@ pub const FIRST_PROCESS: u64 = 60;
 /// The most bindings of a host. A GPU has at most 60 clients, and a host has at most 16 GPUs.
 const MOST: usize = 4096;
 
-/// The most bytes of one binding in the state file: a state file that is too large is not read again. This size is enough for
-/// the longest path of a control group with the longest label and a hundred slices.
+/// The most bytes of one binding in the state file: a state file that is too large is not read again. A size of 6 KiB is enough
+/// for the longest path of a control group with the longest label and a hundred slices.
 pub const LARGEST: usize = 6 * 1024;
 
 /// The most bytes of all bindings in the state file.
 pub const MOST_BYTES: usize = MOST * LARGEST;
 
-/// Root: no other user can choose the names of root's control groups.
+/// The user id of root: no other user can choose the names of root's control groups.
 const ROOT: u32 = 0;
 
 /// A control group of the host. A control group that was removed and made again with the same path is another control group.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
 pub struct ControlGroup {
-    /// The path below the mount of the hierarchy. The path begins with a slash and ends with none.
+    /// The path below the mount point of the control group hierarchy. The path begins with a slash and ends with none.
     pub path: String,
     pub inode: u64,
 }
@@ -50,7 +50,7 @@ pub enum GroupUse {
     PodGoesOn,
     /// Neither the control group nor a descendant of it has a process.
     Empty,
-    /// The control group has processes, or the kernel does not say.
+    /// The control group has processes, or the kernel does not say if it has processes.
     Used,
 }
 
@@ -119,11 +119,12 @@ pub fn is_named_by_root(owners: impl IntoIterator<Item = Option<u32>>) -> bool {
     owners.into_iter().all(|owner| owner == Some(ROOT))
 }
 
-/// The path of the control group of a pod, from the path of a control group in it. None outside the kubelet's control groups.
+/// The path of the control group of a pod, from the path of a control group in it. None if `path` is outside the kubelet's
+/// control groups.
 ///
-/// The kubelet has one control group for all pods: `kubepods` or `kubepods.slice`, where the name may begin with the name of a
-/// configured root. In it are the control groups of pods, and two control groups for the lower classes of service, which contain
-/// the pods of these classes.
+/// The kubelet's control group for all pods is called `kubepods` or `kubepods.slice`, where the name may begin with the name of a
+/// configured root. The control group for all pods contains the control groups of pods, and two control groups for the lower
+/// classes of service, which contain the pods of these classes.
 pub fn pod_of(path: &str) -> Option<&str> {
     let is_for_all =
         |name: &str| matches!(name, "kubepods" | "kubepods.slice") || name.ends_with("-kubepods.slice");
@@ -170,7 +171,7 @@ impl<S> Binding<S> {
         if self.label.is_empty() { &self.group.path } else { &self.label }
     }
 
-    /// This binding, with the slices of `before`, the present binding of the same control group.
+    /// This binding with the added slices of `before`, the present binding of the same control group.
     fn added_to(self, before: Option<&Self>) -> Self
     where
         S: Ord + Clone,
@@ -187,8 +188,8 @@ impl<S> Binding<S> {
         }
     }
 
-    /// Returns true if the binding ends, since its control group is used in this way: the binding has no owner any more. `now`
-    /// is in seconds since the host was started.
+    /// Returns true if the binding ends because of `group_use`, the use of its control group: the binding has no owner any more.
+    /// `now` is in seconds since the host was started.
     fn has_ended(&self, group_use: GroupUse, now: u64) -> bool {
         match group_use {
             GroupUse::Gone => true,
@@ -197,8 +198,8 @@ impl<S> Binding<S> {
         }
     }
 
-    /// Returns true if the binding ends when another control group asks for its slices, since its control group is used in this
-    /// way.
+    /// Returns true if the binding ends when another control group asks for its slices, because of `group_use`, the use of the
+    /// binding's control group.
     pub fn gives_way(&self, group_use: GroupUse, now: u64) -> bool {
         (group_use == GroupUse::Empty && self.was_used) || self.has_ended(group_use, now)
     }
@@ -217,11 +218,11 @@ impl<S: Ord> FromIterator<Binding<S>> for Bindings<S> {
 }
 
 impl<S: Ord + Clone> Bindings<S> {
-    /// Binds a control group. If the control group is already bound with the same authority, the slices are added to its
-    /// binding, and a label that is not empty replaces the old label. A binding with more authority replaces the binding of a
-    /// control group; a binding with less authority changes nothing. Without sharing, the new binding takes its slices away
-    /// from bindings of other control groups with less authority: the records name a container, and root may know better.
-    /// `bytes_of` is the size of a binding in the state file.
+    /// Binds a control group. If the control group is already bound with the same authority, the slices are added to its binding,
+    /// and a label that is not empty replaces the old label. A binding with more authority replaces the binding of a control
+    /// group; a binding with less authority changes nothing. Without sharing, the new binding takes its slices away from bindings
+    /// of other control groups with less authority: the host agent's records name a container, and root may know better than the
+    /// records. `bytes_of` is the size of a binding in the state file.
     ///
     /// # Errors
     /// The control group is not bound, and no binding is changed.
@@ -264,7 +265,8 @@ impl<S: Ord + Clone> Bindings<S> {
     }
 
     /// Ends the bindings that have no owner any more and exclude the control group at `path` from a slice for which `is_wanted`
-    /// is true. Returns the ended bindings. So the next container of a pod gets the slice of a container that has ended.
+    /// is true. Returns the ended bindings. The next container of a pod therefore gets the slice of the pod's container that has
+    /// ended.
     pub fn make_way(
         &mut self,
         path: &str,
@@ -322,7 +324,7 @@ impl<S: Ord + Clone> Bindings<S> {
         around.max_by_key(|one| one.group.path.len())
     }
 
-    /// The bindings of each slice. A shared slice has several.
+    /// The bindings of each slice. A shared slice has several bindings.
     pub fn by_slice(&self) -> BTreeMap<&S, Vec<&Binding<S>>> {
         let mut all: BTreeMap<&S, Vec<&Binding<S>>> = BTreeMap::new();
         for one in self.iter() {
@@ -333,7 +335,7 @@ impl<S: Ord + Clone> Bindings<S> {
         all
     }
 
-    /// The bindings that have this slice. A shared slice has several.
+    /// The bindings that have this slice. A shared slice has several bindings.
     pub fn with(&self, slice: &S) -> impl Iterator<Item = &Binding<S>> {
         self.iter().filter(move |one| one.slices.contains(slice))
     }

@@ -16,7 +16,8 @@ pub struct Core<P> {
     /// The control daemons that have a supervisor, by id, so that no two control daemons have the same id. Some control
     /// daemons are about to end, and others wait for GPUs.
     lifecycles: BTreeMap<DaemonId, Lifecycle<P>>,
-    /// The control daemons in the state file that have no supervisor. The processes of these control daemons may have ended.
+    /// The control daemons in the state file that have no supervisor. The processes of control daemons without a supervisor may
+    /// have ended.
     left: BTreeMap<DaemonId, RunningDaemon>,
     modes: Modes,
     /// True once the service ends and leaves the control daemons, and the compute modes of their GPUs, to the next service.
@@ -30,7 +31,7 @@ impl<P: Clone + PartialEq> Core<P> {
         Self { lifecycles: BTreeMap::new(), left, modes: Modes::new(changed), leaving: false }
     }
 
-    /// Records an event, and returns the acts that the shell has to carry out now.
+    /// Records an event, and returns the acts that the service has to carry out now.
     pub fn on(&mut self, event: CoreEvent<P>, now: CoreTime) -> Vec<Act<P>> {
         match event {
             CoreEvent::Pursue(demand) => self.pursue(demand),
@@ -79,8 +80,8 @@ impl<P: Clone + PartialEq> Core<P> {
         }
         for order in demand.orders {
             match self.lifecycles.get_mut(&order.id) {
-                // A control daemon that was about to end serves again with the new order. So an administrator who takes back
-                // a change need not wait for the end of clients.
+                // A control daemon that was about to end serves again with the new order. An administrator who takes back a
+                // change of the configuration thus need not wait for the end of clients.
                 Some(one) => one.pursue(Goal::Serve, Some(order)),
                 None => self.look_after(order, Goal::Serve),
             }
@@ -197,9 +198,9 @@ impl<P: Clone + PartialEq> Core<P> {
         serving.flat_map(|(id, _)| self.held(id)).collect()
     }
 
-    /// Returns whether a control daemon starts, or gets one more GPU, as soon as another control daemon has ended, which is
-    /// about to end now. `is_put_off` is true for a control daemon whose end waits for clients, or for the end of a
-    /// disturbance.
+    /// Returns whether a control daemon starts, or gets one more GPU, as soon as another control daemon, which is about to end
+    /// now, has ended. `is_put_off` is true for a control daemon whose end waits for clients, or is tried again only after a
+    /// failure.
     pub fn is_starting(&self, is_put_off: impl Fn(&DaemonId) -> bool) -> bool {
         let serving = self.lifecycles.iter().filter(|(_, one)| one.goal() == Goal::Serve);
         serving.into_iter().any(|(id, one)| {

@@ -1,4 +1,4 @@
-//! All events on which decisions depend.
+//! The events on which the decisions of the core depend.
 
 use alloc::collections::BTreeMap;
 use alloc::vec::Vec;
@@ -19,7 +19,7 @@ pub enum CoreEvent<P> {
     },
     /// The service ends, and leaves the control daemons to the next service.
     Leave,
-    /// The shell has carried out an act about a control daemon.
+    /// The service has carried out an act about a control daemon.
     Done {
         id: DaemonId,
         /// The control daemon's entry in the state file after the act. None if the state file has no entry.
@@ -28,7 +28,7 @@ pub enum CoreEvent<P> {
         watched: bool,
         outcome: ActOutcome,
     },
-    /// The shell has carried out an act about a compute mode.
+    /// The service has carried out an act about a compute mode.
     ModeDone {
         /// The UUID of the GPU whose compute mode was changed.
         gpu: GpuUuid,
@@ -43,15 +43,16 @@ pub enum CoreEvent<P> {
 pub struct Demand<P> {
     /// The control daemons that should run.
     pub orders: Vec<Order<P>>,
-    /// An order for each other control daemon in the state file. The order is used if the control daemon has no supervisor.
+    /// An order for each control daemon in the state file that has no order in `orders`. The order is used if the control daemon
+    /// has no supervisor.
     pub left: Vec<Order<P>>,
     /// The state of the switch `enable_cuda_mps`.
     pub mps: MpsSwitch,
     /// The GPUs that keep the service's compute mode, even if they are not served at the moment. None if the service does not set
     /// compute modes.
     pub kept: Configured,
-    /// The GPUs that programs without MPS use. The compute mode of these GPUs is set though they are not served, so that no
-    /// further programs without MPS come.
+    /// The GPUs that programs without MPS use. The service sets the compute mode of GPUs that programs without MPS use, though it
+    /// does not serve these GPUs, so that no further programs without MPS can use them.
     pub closed: Vec<GpuUuid>,
 }
 
@@ -91,7 +92,7 @@ pub struct RunningDaemon {
 /// The outcome of an act about a control daemon.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum ActOutcome {
-    /// The act has succeeded. After a takeover the process may have ended.
+    /// The act has succeeded. The process of the control daemon may have ended if the act was [`crate::DaemonAct::TakeOver`].
     Done,
     /// The service has ended the control daemon, since the order has changed or the control daemon is unused.
     Ended,
@@ -114,7 +115,8 @@ pub enum WhyFailed {
     Gone,
     /// The control daemon does not work properly, or a fault outside of it prevents the service from using it.
     Ill,
-    /// Something outside of the control daemon is not ready yet, and soon will be. A new control daemon would wait too.
+    /// Something outside of the control daemon is not ready yet, and soon will be. A new control daemon would have to wait for
+    /// the same thing.
     NotYet,
     /// The service does not understand the control daemon's answers. A new control daemon would answer the same.
     NotUnderstood,
@@ -128,9 +130,9 @@ pub enum RunUse {
     /// No program uses the control daemon.
     Idle,
     /// The control daemon has no client, but programs without MPS prevent the start of a server. If the control daemon ended,
-    /// more such programs could start.
+    /// more programs without MPS could start.
     KeptOut,
-    /// The control daemon has clients, or the service can't find out.
+    /// The control daemon has clients, or the service can't find out if it has clients.
     Clients,
 }
 

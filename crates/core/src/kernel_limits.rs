@@ -108,18 +108,19 @@ pub fn limited_to<S: Ord, G: Ord + Clone>(
 pub enum LimitGoal {
     /// Set this limit, in MiB.
     Hold(u64),
-    /// Remove the limit if its value is one of these, in MiB. Another program has set a limit with any other value.
+    /// Remove the limit if its value is one of these values in MiB, which the service may have set. Another program has set a
+    /// limit with any other value.
     Lift(BTreeSet<u64>),
 }
 
 /// The outcome of an attempt to set or remove a limit.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum LimitOutcome {
-    /// The driver confirms the goal.
+    /// The driver confirms that the goal is reached.
     Reached,
-    /// The driver confirms the goal. Before that, the kernel had another limit, which the text describes.
+    /// The driver confirms that the goal is reached. Before the attempt, the kernel had another limit, which the text describes.
     Replaced(String),
-    /// The driver can't set such limits.
+    /// The driver can't set memory limits that the kernel enforces.
     NotOffered,
     /// The goal is not reached, for this reason.
     Refused(String),
@@ -133,8 +134,8 @@ pub struct KernelLimits<G>(BTreeMap<LimitedGroup<G>, Pursued>);
 #[derive(Debug, Clone, PartialEq, Eq)]
 struct Pursued {
     goal: LimitGoal,
-    /// The limits, in MiB, that the service may have set in the kernel. The kernel may set a limit even if its answer gets
-    /// lost.
+    /// The limits, in MiB, that the service may have set in the kernel. The kernel may set a limit even if its answer to the
+    /// service gets lost.
     ours: BTreeSet<u64>,
     outcome: Option<LimitOutcome>,
     due: CoreTime,

@@ -1,9 +1,10 @@
 //! The decisions of the service, without input and output: which control daemon is taken over, started, served, ended or left to
 //! the next service; which control daemon has which GPU; and which compute modes are restored.
 //!
-//! Each event ([`CoreEvent`]) goes to [`Core::on`], which answers with acts ([`Act`]). The shell carries the acts out and decides
-//! nothing; the result of each act is another event. [`Core::due`] is the next moment at which something has to be done though no
-//! event comes. One core decides for the whole host, so that a decision about one control daemon takes the others into account.
+//! Each event ([`CoreEvent`]) goes to [`Core::on`], which answers with acts ([`Act`]). The code around the core, the shell,
+//! carries the acts out and decides nothing; the result of each act is another event. [`Core::due`] is the next moment at which
+//! something has to be done though no event comes. One core decides for the whole host, so that a decision about one control
+//! daemon takes the others into account.
 //!
 //! The crate does not use the standard library, so it can't name files, processes, sockets, threads and clocks. Therefore tests
 //! can try ten thousand histories of hundreds of events (`tests/histories.rs`) in a world that exists only in memory.

@@ -1,4 +1,4 @@
-//! One control daemon, from its order to its end: which act comes next.
+//! Chooses the next act for one control daemon, from its order to its end.
 
 use alloc::vec::Vec;
 use core::mem;
@@ -13,11 +13,11 @@ use crate::{
 /// pause. The pause doubles up to [`LAST_PAUSE`].
 const FIRST_PAUSE: Duration = Duration::from_millis(100);
 
-/// The longest pause after a failure. A container that is restarted meanwhile waits at most 25 s for its slice; then the
+/// The longest pause after a failure. A container that is restarted during the pause waits at most 25 s for its slice, before the
 /// container engine gives up.
 const LAST_PAUSE: Duration = Duration::from_secs(20);
 
-/// The longest pause while programs without MPS prevent the start of a server. Such programs may end at any moment.
+/// The longest pause while programs without MPS prevent the start of a server. Programs without MPS may end at any moment.
 const HELD_PAUSE: Duration = Duration::from_secs(1);
 
 /// The longest pause while the control daemon waits for something else to be ready, such as the fabric manager.
@@ -29,7 +29,7 @@ pub fn programs_wait(pause: Duration) -> bool {
     pause < HELD_PAUSE
 }
 
-/// After a control daemon has worked for this time, the pauses are short again.
+/// After a control daemon has worked for this time, the pause after its next failure is short again.
 pub const HEALTHY_AGAIN: Duration = Duration::from_secs(60);
 
 /// The pause after the next failure, if the pause after the last failure was `pause`.
@@ -63,7 +63,7 @@ enum Phase {
     Resting { until: CoreTime },
 }
 
-/// The order that the last act was begun with. The shell works with this order until the act has ended.
+/// The order that the last act was begun with. The service works with the order of an act until the act has ended.
 #[derive(Debug, Clone, PartialEq, Eq)]
 struct Told {
     revision: u64,
@@ -100,8 +100,8 @@ pub(crate) struct Lifecycle<P> {
     written: Option<RunningDaemon>,
     /// True if the service watches the process, and so learns of its end.
     watched: bool,
-    /// True if a control daemon has run under this id before. The next one then waits until all of its GPUs are free: it could
-    /// get a missing GPU only by a restart, and clients on its other GPUs could prevent the restart for ever.
+    /// True if a control daemon has run under this id before. The next control daemon with this id waits until all of its GPUs
+    /// are free: it could get a missing GPU only by a restart, and clients on its other GPUs could prevent the restart for ever.
     has_run: bool,
     /// True if every attempt of the service to end the control daemon has failed.
     given_up: bool,

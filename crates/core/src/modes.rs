@@ -14,7 +14,8 @@ pub(crate) struct Modes {
     touched: BTreeSet<GpuUuid>,
     /// The GPUs whose compute mode is being set or restored at this moment.
     under_way: BTreeSet<GpuUuid>,
-    /// The GPUs whose compute mode the service could not restore. The next plan tries again.
+    /// The GPUs whose compute mode the service could not restore. When the next plan comes, the service tries again to restore
+    /// these modes.
     stuck: BTreeSet<GpuUuid>,
     /// The GPUs whose compute mode should be set though they are not served, so that no further programs without MPS come.
     to_close: BTreeSet<GpuUuid>,

@@ -39,7 +39,8 @@ pub enum Meaning {
         server: u32,
         client: u32,
     },
-    /// A server ends every client on the GPUs with the error. After that the server recovers.
+    /// A server ends every client on the GPUs with the error. The server recovers after the clients on the GPUs with the error
+    /// have ended.
     FaultHandling { server: u32 },
     /// A client loses its work because of a fault.
     TornDown {
@@ -106,7 +107,7 @@ pub struct Client {
     pub id: Option<u64>,
     /// The server's PID.
     pub server: u32,
-    /// The beginning of the GPU's UUID. Empty if the control daemon does not give it.
+    /// The beginning of the GPU's UUID. Empty if the control daemon does not give the UUID.
     pub gpu_prefix: String,
 }
 
@@ -135,14 +136,14 @@ pub struct Inspection {
     pub servers: Vec<u32>,
     /// The statuses of the servers that the service asked about, by PID.
     pub statuses: BTreeMap<u32, ServerStatus>,
-    /// The limits in force that differ from the expected limits, in words: of each server that the service asked about, by PID,
-    /// and under None of servers that are started later.
+    /// The limits in force that differ from the expected limits, in words. The key is the PID of a server that the service asked
+    /// about, or None for the defaults, which are the limits of servers that are started later.
     pub differences: BTreeMap<Option<u32>, String>,
 }
 
 impl Inspection {
-    /// The status of a server that the service asked about. Some control daemons can't report statuses; the status then says
-    /// only if the server exists.
+    /// The status of a server that the service asked about. For a control daemon that can't report statuses, the returned status
+    /// says only if the server exists.
     pub fn status(&self, server: u32) -> ServerStatus {
         match self.statuses.get(&server) {
             Some(ServerStatus::Unsupported) if !self.servers.contains(&server) => ServerStatus::Gone,

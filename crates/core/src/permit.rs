@@ -1,5 +1,5 @@
 //! Permits to end GPU work. Every function that ends a control daemon, a server or a client takes a permit, and only this crate
-//! makes permits. So the functions below show every reason for which work is ended.
+//! makes permits. The functions of this file thus show every reason for which GPU work is ended.
 
 use core::fmt;
 
@@ -46,7 +46,7 @@ impl Permit {
         if is_forced { Some(Self::new(Cause::Forced)) } else { Self::unused(clients) }
     }
 
-    /// The permit to end a client that a caller with the right to do so has named.
+    /// The permit to end a client at the request of a caller who has the right to end the client.
     pub(crate) fn asked_for() -> Self {
         Self::new(Cause::Asked)
     }
@@ -57,7 +57,7 @@ impl Permit {
     }
 }
 
-/// The effect on clients, as the end of a sentence.
+/// Writes the effect that an end with this permit has on clients, as the end of a sentence.
 impl fmt::Display for Permit {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(match self.cause {

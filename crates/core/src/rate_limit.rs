@@ -26,12 +26,13 @@ pub struct RateLimit {
 }
 
 impl RateLimit {
-    /// The limit before the first message.
+    /// The rate limit in its state before the first message.
     pub fn new(rate: Rate) -> Self {
         Self { rate, left: rate.most, since: CoreTime::ZERO, suppressed: 0 }
     }
 
-    /// Returns whether a message about `count` things may be written now. If not, the things are counted as suppressed.
+    /// Returns whether a message about `count` things may be written now. If no message may be written now, the things are
+    /// counted as suppressed.
     pub fn take(&mut self, count: usize, now: CoreTime) -> bool {
         self.refill(now);
         if self.left == self.rate.most {
@@ -45,7 +46,7 @@ impl RateLimit {
         taken
     }
 
-    /// The number of suppressed things since the last call. None if nothing was suppressed.
+    /// The number of things whose messages were suppressed since the last call. None if nothing was suppressed.
     pub fn suppressed(&mut self) -> Option<usize> {
         let suppressed = core::mem::take(&mut self.suppressed);
         (suppressed > 0).then_some(suppressed)

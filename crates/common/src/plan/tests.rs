@@ -1,4 +1,4 @@
-//! The hosts and settings for the tests of the plan, and the plan as a whole.
+//! Hosts and settings for the tests of the planner, and the tests of a plan as a whole.
 
 use std::num::NonZeroU32;
 
@@ -39,7 +39,7 @@ pub(super) fn with(entries: Vec<(DevicePath, u32)>) -> Settings {
     settings
 }
 
-/// Adds an entry of another type than `NVIDIA_MPS`, on line 90.
+/// Adds a device entry of another type than `NVIDIA_MPS` to the settings, on line 90 of the device file.
 pub(super) fn and_other(mut settings: Settings, path: Option<DevicePath>) -> Settings {
     settings.devices.push(DeviceEntry {
         name: "devices[88]".to_owned(),
@@ -106,8 +106,8 @@ pub(super) fn p40() -> Inventory {
     host(vec![gpu("00:06.0", 128, P40, 23040, (6, 1))])
 }
 
-/// GPU-0 to GPU-3 at 0000:1a:00.0 to 0000:1d:00.0, with the render nodes 128 to 131. Each has 120 GiB, so that the numbers of
-/// slices in the tests divide the memory without a rest.
+/// A host with four GPUs: GPU-0 to GPU-3 at 0000:1a:00.0 to 0000:1d:00.0, with the render nodes 128 to 131. Each GPU has 120 GiB,
+/// so that the numbers of slices in the tests divide the memory without a remainder.
 pub(super) fn h200s() -> Inventory {
     let at = ["1a:00.0", "1b:00.0", "1c:00.0", "1d:00.0"];
     let gpus =
@@ -128,7 +128,8 @@ pub(super) fn without_driver(mut inventory: Inventory) -> Inventory {
     inventory
 }
 
-/// The missing entries of a plan without any GPU: true if the host certainly lacks the GPU, and the text of the problem.
+/// The device entries whose GPUs are missing, if the plan has no GPU at all. For each entry: true if the host certainly lacks the
+/// GPU, and the text of the problem.
 pub(super) fn missing(settings: &Settings, inventory: &Inventory) -> Vec<(bool, String)> {
     match plan(settings, inventory) {
         Err(PlanError::Missing(missing)) => {
@@ -215,7 +216,7 @@ fn a_gpu_with_an_unknown_uuid_may_be_configured() {
     let named = plan(&settings, &inventory).unwrap().configured;
     let told = |named: &Configured| ["GPU-0", "GPU-1", "GPU-2", "GPU-x"].map(|uuid| named.may_have(uuid));
     assert_eq!(told(&named), [true, true, false, false]);
-    // The UUID of this GPU is unknown, so any UUID that is not known of another GPU may be its UUID.
+    // The UUID of GPU 1 is unknown, so GPU 1 may have any UUID that no other GPU is known to have.
     inventory.gpus[1].nvml = Err("an error".into());
     assert_eq!(told(&plan(&settings, &inventory).unwrap().configured), [true, true, false, true]);
     // A GPU that programs use without MPS counts as configured too, although it can't be served.
@@ -225,7 +226,7 @@ fn a_gpu_with_an_unknown_uuid_may_be_configured() {
     assert_eq!(told(&held.configured), [true, true, false, false]);
     assert_eq!((held.gpus[0].holders().len(), held.gpus[1].holders().len()), (0, 1));
     assert_eq!(told(&Configured::default()), [false; 4]);
-    // The minor number of this GPU is unknown, so the entry may mean this GPU.
+    // The minor number of GPU 1 is unknown, so the entry for `/dev/nvidia1` may mean GPU 1.
     let settings = with(vec![(node(128), 4), (DevicePath::NvidiaMinor(1), 4)]);
     let mut inventory = h200s();
     facts(&mut inventory, 1).minor = None;

@@ -77,8 +77,8 @@ pub(super) fn not_enforced((major, minor): (u32, u32)) -> NamedProblem {
     )
 }
 
-/// The warning that an entry of another type names a GPU that is served. The user of that entry can't work with the compute
-/// mode for MPS.
+/// The warning that a device entry of another type than `NVIDIA_MPS` names a GPU that is served. A program that gets the GPU
+/// through the entry of the other type can't work with the compute mode for MPS.
 pub(super) fn given_out_twice(ours: &DeviceEntry, other: &DeviceEntry) -> NamedProblem {
     let (ours, origin, device_type) = (&ours.origin, &other.origin, &other.device_type);
     NamedProblem::new(
@@ -88,7 +88,8 @@ pub(super) fn given_out_twice(ours: &DeviceEntry, other: &DeviceEntry) -> NamedP
     )
 }
 
-/// The warning that a default of the control daemon is the limit of a larger slice, on this GPU or on another GPU.
+/// The warning that a default limit of the control daemon is larger than `own`, the limit of a slice: the default is the limit of
+/// a larger slice, on the same GPU or on another GPU.
 pub(super) fn loose(
     holder: &str,
     default: impl Display,

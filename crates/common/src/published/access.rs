@@ -1,4 +1,4 @@
-//! Decides which slices a program may have now. All parts of the service that hand out slices ask here.
+//! Decides which slices a program may have now. All parts of the service that hand out slices call the functions of this file.
 
 use mps_core::access::{self, Asker, Obstacle, Standing};
 use mps_core::bindings::BoundBy;
@@ -12,7 +12,7 @@ use crate::published::snapshot::{GpuView, Named, Snapshot};
 /// Decides if a program may have this slice now.
 ///
 /// # Errors
-/// The obstacle that prevents it.
+/// The obstacle that prevents the program from having the slice.
 pub fn may_have(
     gpu: &GpuView,
     ordinal: u32,
@@ -73,10 +73,11 @@ pub fn choose<'s>(
     names.iter().map(chosen).collect()
 }
 
-/// Finds a slice of this GPU for the program. The error is the obstacle that is easiest to overcome.
+/// Finds a slice of this GPU for the program. If the program may have no slice of the GPU, the error is the obstacle that is
+/// easiest to overcome.
 fn of_gpu(gpu: &GpuView, bindings: &SliceBindings, asker: Asker<'_>) -> Result<u32, Obstacle> {
-    // The caller names the GPU and not a slice, so the service looks for a slice as the platform does: no slice is taken away
-    // from another control group.
+    // The caller names the GPU and not a slice, so the service looks for a slice with the weak authority `BoundBy::Platform`, and
+    // takes no slice away from another control group.
     let asker = Asker { by: BoundBy::Platform, ..asker };
     let own = bindings.iter().find(|one| Some(one.group.path.as_str()) == asker.control_group);
     let has = |ordinal: &u32| own.is_some_and(|own| own.slices.contains(&gpu.plan.slice(*ordinal)));

@@ -14,20 +14,23 @@ use crate::published::container::{ChosenSlice, Mount, container_config, gives_gp
 use crate::published::snapshot::{GpuView, Snapshot};
 use crate::whole_file;
 
-/// The name of the file with the spec. By convention it consists of the vendor and the class.
+/// The name of the file with the CDI spec. By CDI's convention the name of the file consists of the vendor and the class of the
+/// devices.
 pub const FILE: &str = "yunion.io-mps.json";
 
-/// The vendor and the class of every device. In a container runtime the name of a device is `yunion.io/mps=NAME`.
+/// The vendor and the class of every CDI device of this service. In a container runtime the name of a device is
+/// `yunion.io/mps=NAME`.
 pub const KIND: &str = "yunion.io/mps";
 
-/// The seconds after which a runtime stops waiting for a hook. The hook itself waits at most 25 s for a slice.
+/// The seconds after which a container runtime stops waiting for a hook. The hook itself waits at most 25 s for a slice.
 const HOOK_SECONDS: u32 = 30;
 
-/// The most bytes of an existing spec that the service reads to compare it. The service's own spec is far smaller.
+/// The most bytes of an existing spec that the service reads to compare it. The spec that the service itself writes is far
+/// smaller than this limit.
 const MAX_BYTES: u64 = 16 * 1024 * 1024;
 
-/// The earliest version of CDI in which a device's name may begin with a digit. A runtime refuses a version that is later than
-/// its own.
+/// The earliest version of CDI in which a device's name may begin with a digit. A container runtime refuses a spec with a later
+/// version of CDI than the version that the runtime knows.
 const VERSION: &str = "0.5.0";
 
 /// The name of the CDI device that only binds a container to a slice. For a container with slices of several GPUs, the settings
@@ -38,8 +41,8 @@ pub fn binding_device(slice: &str) -> String {
 
 /// The CDI spec of all planned slices. The hook of each slice runs yunion-mpsctl, which binds the container's control group to
 /// the slice. If the slice is not served, the hook waits for it; if the container can't have the slice, the hook fails with the
-/// reason. So the spec also has slices that are not served: an engine that does not find a name can't give the reason, and does
-/// not try again. None if no slice is planned: a spec without devices is not valid.
+/// reason. The spec also has slices that are not served: a container engine that does not find a device in the spec can't give
+/// the reason, and does not try to start the container again. None if no slice is planned: a spec without devices is not valid.
 pub fn spec(snapshot: &Snapshot, hooks: &Path) -> Option<String> {
     let devices: Vec<Value> =
         snapshot.slices().flat_map(|(gpu, ordinal)| devices(snapshot, hooks, gpu, ordinal)).collect();
@@ -53,18 +56,20 @@ pub fn spec(snapshot: &Snapshot, hooks: &Path) -> Option<String> {
 /// The two devices of a slice: one with its settings and its hook, and one with the hook alone.
 fn devices(snapshot: &Snapshot, hooks: &Path, gpu: &GpuView, ordinal: u32) -> [Value; 2] {
     let name = gpu.slice_name(ordinal);
-    // The hook may run without root, and then can't ask the service. So the spec tells the hook if the slice is drained.
+    // A hook may run without root's rights, and then the hook can't ask the service if the slice is drained. The spec tells the
+    // hook if the slice is drained, since a hook without root's rights can't ask the service.
     let is_drained = gpu.drained.contains(&ordinal).then_some("--drained");
     let bind: Vec<&str> = ["bind", "--oci"].into_iter().chain(is_drained).chain([name.as_str()]).collect();
     let hooks = json!([hook(hooks, &bind)]);
-    // Without NVML's data about the GPU there are no settings. The device then has only the hook, which fails.
+    // Without NVML's data about the GPU, the CDI device has no container settings. A CDI device without container settings has
+    // only the hook, and the hook fails.
     let edits = match container_config(snapshot, &[ChosenSlice { gpu, ordinal, name: name.clone() }]) {
         Ok(config) => {
-            // A container may have several of these devices. Each gets its own mount targets, since a runtime makes only one
-            // of two mounts with the same target.
+            // A container may have several CDI devices of slices. Each CDI device gets its own mount targets, since a runtime
+            // makes only one of two mounts with the same target.
             let config = config.at_own_places();
-            // The variable that makes NVIDIA's hook add GPUs is left out: NVIDIA's own CDI spec sets it to "void", so that
-            // the hook does not add the GPU again.
+            // The CDI device has no variable that makes NVIDIA's hook add GPUs. NVIDIA's own CDI spec sets
+            // `NVIDIA_VISIBLE_DEVICES` to "void", so that NVIDIA's hook does not add the GPU a second time.
             let ours = config.environment.iter().filter(|(name, _)| !gives_gpus(name));
             let environment: Vec<String> = ours.map(|(name, value)| format!("{name}={value}")).collect();
             let mounts: Vec<Value> = config.mounts.iter().map(mount).collect();
@@ -78,8 +83,8 @@ fn devices(snapshot: &Snapshot, hooks: &Path, gpu: &GpuView, ordinal: u32) -> [V
     ]
 }
 
-/// The runtime calls the hook when the container's first process is in its control group, and before the container's program
-/// starts. If the hook fails, the container does not start.
+/// The container runtime calls the hook when the container's first process is in its control group, and before the container's
+/// program starts. If the hook fails, the container does not start.
 fn hook(program: &Path, arguments: &[&str]) -> Value {
     let name = program.file_name().unwrap_or_default().to_string_lossy();
     let arguments: Vec<&str> = [&*name].into_iter().chain(arguments.iter().copied()).collect();

@@ -10,7 +10,8 @@ use crate::published::snapshot::{GpuView, Snapshot, drained};
 use mps_core::access::Obstacle;
 use mps_core::terms::{SliceId, SliceSize};
 
-/// The path of a slice's directory in a container. The directories of further slices are next to it, with the slices' names.
+/// The path of a slice's directory in a container. In a container with several slices, the directories of the further slices are
+/// next to `/run/yunion-mps`, with the slices' names.
 const SLICE_DIRECTORY: &str = "/run/yunion-mps";
 
 /// The variables with which NVIDIA's container runtime chooses the GPUs of a container, and the parts of the driver.
@@ -22,17 +23,19 @@ const DRIVER_CAPABILITIES: &str = "NVIDIA_DRIVER_CAPABILITIES";
 const CPUS_VARIABLE: &str = "YUNION_MPS_CPUS";
 
 /// The variables with the memory that one process of a container can use: as a fraction of the GPU's memory, and in MiB. The
-/// service does not read them: they are for inference servers, which see the memory of the whole GPU and not of their slice.
+/// service does not read these variables: they are for inference servers, which see the memory of the whole GPU and not of their
+/// slice.
 const FRACTION_VARIABLE: &str = "YUNION_MPS_MEMORY_FRACTION";
 const MIB_VARIABLE: &str = "YUNION_MPS_MEMORY_MIB";
 
 /// The variables from which a hook of NVIDIA's container toolkit sets the memory limits of a container that the kernel enforces,
-/// the hard and the reserved one, in MiB. An image may set them. The hook of this service puts the memory of the slice there.
+/// the hard and the reserved one, in MiB. A container image may set these variables too. The container settings of this service
+/// set the limit to the memory of the slice, so that an image can't set another limit.
 const TOOLKIT_LIMIT: &str = "NVIDIA_GPU_MEMORY_LIMIT";
 const TOOLKIT_REQUEST: &str = "NVIDIA_GPU_MEMORY_REQUEST";
 
 /// The part of a GPU's memory that no process can allocate, in MiB: the driver, a server and one context use it. Measured: 1208
-/// on an H200 with driver 580.
+/// MiB on an H200 with driver 580.
 const NEVER_FREE_MIB: u64 = 1280;
 
 /// A slice that a program may have.
@@ -53,7 +56,7 @@ impl ChosenSlice<'_> {
 /// The settings that a container runtime adds to a container.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct ContainerConfig {
-    /// Environment variables, in this order.
+    /// The environment variables that the runtime sets in the container.
     pub environment: Vec<(&'static str, String)>,
     pub mounts: Vec<Mount>,
     /// The UUIDs of the GPUs, each once, in the order of the caller's names.
@@ -66,8 +69,8 @@ impl ContainerConfig {
         devices_in(&self.environment)
     }
 
-    /// The same settings, except that each slice's directory gets a path that no other slice uses: a container may get several
-    /// of these settings.
+    /// The same settings, except that each slice's directory gets a path that no other slice uses: a container may get the
+    /// settings of several slices.
     #[must_use]
     pub fn at_own_places(mut self) -> Self {
         for mount in self.mounts.iter_mut().filter(|mount| mount.container == Path::new(SLICE_DIRECTORY)) {
@@ -86,14 +89,14 @@ fn own_place(directory: &Path) -> PathBuf {
     format!("{SLICE_DIRECTORY}-{name}").into()
 }
 
-/// Returns true if a variable chooses the GPUs of a container. NVIDIA's own CDI devices choose the GPUs too, and with both a
-/// GPU would be added again.
+/// Returns true if a variable chooses the GPUs of a container. NVIDIA's own CDI devices choose the GPUs too, and a container with
+/// such a variable and NVIDIA's CDI device would get the GPU twice.
 pub fn gives_gpus(name: &str) -> bool {
     [VISIBLE_DEVICES, DRIVER_CAPABILITIES].contains(&name)
 }
 
 /// The published names of a container's devices, separated by commas, from the environment of the container. Empty if the
-/// environment has none.
+/// environment names no device.
 pub fn devices_in(environment: &[(impl AsRef<str>, String)]) -> &str {
     let devices = environment.iter().find(|(name, _)| name.as_ref() == DEVICE_VARIABLE);
     devices.map_or("", |(_, devices)| devices.as_str())
@@ -141,7 +144,7 @@ pub enum ContainerError {
 }
 
 impl ContainerError {
-    /// The error while no plan exists. The error gives the reason that the state of the service has.
+    /// The error for a caller while no plan exists. The error gives the published reason for the state of the service.
     pub fn not_ready(snapshot: &Snapshot) -> Self {
         Self::NotReady(match snapshot.reason.as_str() {
             "" => "the GPUs are not known yet; ask again in a moment".to_owned(),
@@ -187,7 +190,7 @@ fn offer(near: &[String]) -> String {
 /// The settings for a container that uses these slices.
 ///
 /// Slices of one GPU can't be combined: the control daemon's defaults are the limits of one slice, and a client can only lower
-/// the defaults. So two slices of one GPU have the same settings as one slice.
+/// the defaults. A container with two slices of one GPU therefore has the limits of one slice.
 pub fn container_config(
     snapshot: &Snapshot,
     slices: &[ChosenSlice<'_>],
@@ -244,8 +247,8 @@ pub fn container_config(
     Ok(ContainerConfig { environment, mounts, gpus: uuids })
 }
 
-/// The mounts for a client that connects in the first of these slices' directories. The other directories show the service
-/// which slices the container has.
+/// The mounts for a container whose programs connect to the control daemon in the first of these slices' directories. The other
+/// directories show the service which slices the container has.
 fn slice_mounts(directories: Vec<PathBuf>) -> Vec<Mount> {
     let mounts = directories.into_iter().enumerate().map(|(number, host)| {
         let container = if number == 0 { SLICE_DIRECTORY.into() } else { own_place(&host) };
@@ -265,9 +268,9 @@ fn pipe_directory_mounts(
         container: directory.to_owned(),
         read_only,
     };
-    // Root in a container with write access to the pipe directory can remove the control daemon's sockets, or replace them,
-    // for all users. A `rm -rf /tmp/*` at the start of a container is enough. So the mount is read-only if the driver allows
-    // that.
+    // Root in a container with write access to the pipe directory can remove the control daemon's sockets, or replace them, for
+    // all users. A container that runs `rm -rf /tmp/*` at its start removes the sockets. The mount of the pipe directory is
+    // read-only if the driver allows a read-only mount.
     let driver = Series::parse(&snapshot.driver_version);
     let capability = |gpu: &GpuView| gpu.plan.gpu.facts()?.compute_capability;
     let read_only = gpus.iter().all(|(gpu, _)| READ_ONLY_PIPE_DIRECTORY.holds(driver, capability(gpu)));
@@ -288,7 +291,8 @@ fn memory_limits(gpus: &[(&GpuView, SliceSize)]) -> String {
 }
 
 /// The variables with the memory that one process can use on each of these GPUs, in MiB and as a fraction of the GPU's memory.
-/// There is no fraction if NVML does not report the memory of a GPU. Empty if no memory is left.
+/// There is no fraction if NVML does not report the memory of a GPU. Empty if the context of a process leaves no memory of a
+/// slice for the program.
 fn usable_memory(gpus: &[(&GpuView, SliceSize)]) -> Vec<(&'static str, String)> {
     let usable = |(gpu, size): &(&GpuView, SliceSize)| {
         let beside_context = size.memory_mib.checked_sub(*context_mib(size.thread_percentage).end());

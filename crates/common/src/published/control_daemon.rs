@@ -7,7 +7,7 @@ use mps_core::terms::DaemonId;
 
 use crate::host::cpus::Cpus;
 
-/// The state of one control daemon. In lower case it is the word on D-Bus.
+/// The state of one control daemon. The variant's name in lower case is the word for the state on D-Bus.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, strum::Display, strum::EnumString, strum::VariantNames)]
 #[strum(serialize_all = "snake_case")]
 pub enum ControlDaemonState {
@@ -17,9 +17,10 @@ pub enum ControlDaemonState {
     Ready,
     /// A server of the control daemon has met a fatal GPU error, from which it has not recovered yet.
     Faulted,
-    /// The control daemon has died or could not be started. The service tries again after a pause.
+    /// The control daemon has died or could not be started. The service tries to start the control daemon again after a pause.
     Backoff,
-    /// Something outside of the control daemon must change first. The published reason names it.
+    /// Something outside of the control daemon must change before the control daemon can serve. The published reason names the
+    /// thing that must change.
     Waiting,
     Stopping,
 }
@@ -34,11 +35,12 @@ pub struct ControlDaemonView {
     pub pid: Option<u32>,
     pub servers: Vec<u32>,
     pub pipe_directory: PathBuf,
-    /// The directory of the control daemon's sockets. Root gives this directory to NVIDIA's front end to reach the control
-    /// daemon.
+    /// The directory of the control daemon's sockets. To reach the control daemon with NVIDIA's front end
+    /// `nvidia-cuda-mps-control`, root sets `CUDA_MPS_PIPE_DIRECTORY` to this directory.
     pub control_directory: PathBuf,
     pub log_directory: PathBuf,
-    /// True if one server serves every user, false if the users take turns. None if that is not known yet.
+    /// True if one server serves every user, false if the users take turns. None if the service does not know yet if the users
+    /// take turns.
     pub multiuser: Option<bool>,
     /// The CPUs on which the control daemon may run: a list, or `all`. None if the control daemon does not run.
     pub cpus: Option<String>,
@@ -46,12 +48,12 @@ pub struct ControlDaemonView {
     pub wanted_cpus: Option<Cpus>,
     /// The number of times that the service has started this control daemon since the service itself started.
     pub starts: u32,
-    /// The number of times since the service started that a new control daemon has replaced the present one.
+    /// The number of times that a new process has replaced the process of the control daemon since the service started.
     pub restarts: u32,
     /// The number of times since the service started that a new server has replaced a server of the control daemon.
     pub server_restarts: u32,
     /// The number of fatal GPU errors of the control daemon's servers since the service started.
     pub faults: u32,
-    /// The time at which the control daemon got into this state.
+    /// The time at which the control daemon got into its present state.
     pub since: SystemTime,
 }

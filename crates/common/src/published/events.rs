@@ -1,4 +1,4 @@
-//! The events for administrators. Only the last events are stored, and faults stay longer than other events.
+//! The events for administrators. The service stores only the last events, and it stores faults longer than other events.
 
 use std::collections::{VecDeque, vec_deque};
 use std::time::{Instant, SystemTime};
@@ -51,7 +51,7 @@ impl Event {
 pub struct Events(VecDeque<Event>);
 
 impl Events {
-    /// Adds an event. If there are too many, the oldest event is removed that is not among the last faults.
+    /// Adds an event. If too many events are stored, the oldest event that is not among the last faults is removed.
     pub fn push(&mut self, event: Event) {
         if self.0.len() >= EVENTS_KEPT {
             let faults = self.0.iter().filter(|event| event.fault).count();

@@ -24,10 +24,10 @@ pub struct Candidate {
 }
 
 /// The slices that a caller can get, best first: all slices of the host, or the slices that match a name. A name is that of a
-/// slice or a GPU, or a part of a model's name. The slice with the fewest clients comes first. Slices with the same number are
-/// sorted by the number of clients on their GPU, then by the order of the configuration. Each mention of a slice in `recent`,
-/// which has the slices that were just handed out, counts as one more client: a program becomes a client only when it starts to
-/// use CUDA.
+/// slice or a GPU, or a part of a model's name. The slice with the fewest clients comes first. Slices with the same number of
+/// clients are sorted by the number of clients on their GPU, then by the order of the configuration. Each mention of a slice in
+/// `recent`, which has the slices that were just handed out, counts as one more client: a program becomes a client only when it
+/// starts to use CUDA.
 ///
 /// # Errors
 /// A name is unknown, or the GPUs are not known yet.
@@ -118,7 +118,8 @@ fn obstacle_in_words(obstacle: &Obstacle) -> String {
     }
 }
 
-/// The first reasons of a GPU, in words. Slices with their own control daemons may have different reasons.
+/// The first reasons of a GPU, in words. Slices of one GPU that have their own control daemons may be refused for different
+/// reasons.
 fn reasons_of(gpu: &GpuView, reasons: &BTreeMap<String, usize>) -> String {
     let mut named: Vec<String> = match reasons.keys().next() {
         Some(only) if reasons.len() == 1 => vec![only.clone()],
@@ -174,7 +175,7 @@ fn has(client: &ClientView, slice: SliceId) -> bool {
     names(client).any(|name| *name == DeviceName::Slice(slice))
 }
 
-/// Returns true if the client uses this GPU, or waits for a server of it.
+/// Returns true if the client uses this GPU, or waits for an MPS server on this GPU.
 fn uses(client: &ClientView, gpu: &GpuView) -> bool {
     if client.gpu_uuid.is_empty() {
         names(client).any(|name| name.gpu() == gpu.plan.gpu.id())

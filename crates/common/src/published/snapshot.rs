@@ -1,4 +1,5 @@
-//! The Snapshot: everything that this service publishes, as plain data. D-Bus and the unit's status line use nothing else.
+//! The Snapshot: everything that this service publishes, as plain data. The D-Bus interface and the status line of the systemd
+//! unit show only data of the Snapshot.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::PathBuf;
@@ -20,7 +21,7 @@ use crate::published::usage::SliceUse;
 /// The most slices that the reason of a GPU names.
 const NAMED: usize = 4;
 
-/// The service's state in one word, as on D-Bus. A reader treats an unknown word as `degraded`.
+/// The service's state in one word, as on D-Bus. A program that reads the state treats an unknown word as `degraded`.
 #[derive(
     Debug, Clone, Copy, PartialEq, Eq, Default, strum::Display, strum::EnumString, strum::VariantNames,
 )]
@@ -33,9 +34,10 @@ pub enum State {
     Starting,
     /// Every configured GPU is served.
     Ready,
-    /// Only some GPUs are served. Or no GPU is served, but that will end without an administrator, for example when a control
-    /// daemon that should end has clients, when a server recovers from a fatal GPU error, or when the fabric manager is not
-    /// ready. Or all GPUs are served, but something needs an administrator's attention.
+    /// Only some GPUs are served. The state is also `degraded` if no GPU is served, but GPUs will be served again without an
+    /// administrator, for example when a control daemon that should end has clients, when a server recovers from a fatal GPU
+    /// error, or when the fabric manager is not ready. The state is also `degraded` if all GPUs are served, but something needs
+    /// an administrator's attention.
     Degraded,
     /// No GPU is served, and an administrator has to change that.
     Failed,
@@ -76,7 +78,7 @@ pub struct GpuView {
     pub reason: String,
     /// True if the GPU needs a reset: its slices take no new client, and the present clients go on.
     pub needs_reset: bool,
-    /// The compute mode at the last read. None if it is not known.
+    /// The compute mode of the GPU when the service last read the mode. None if the mode is not known.
     pub compute_mode: Option<ComputeMode>,
     /// The ids of the GPU's control daemons.
     pub control_daemons: Vec<String>,
@@ -87,17 +89,17 @@ pub struct GpuView {
     pub drained: BTreeSet<u32>,
     /// The bindings of each slice that is bound, by its ordinal.
     pub bound: BTreeMap<u32, BoundSlice>,
-    /// The slices whose memory limit the kernel should enforce, by their ordinals: Ok if the kernel enforces it, or the reason
-    /// why it does not.
+    /// The slices whose memory limit the kernel should enforce, by their ordinals. The value is `Ok` if the kernel enforces the
+    /// limit, or the reason why the kernel does not enforce the limit.
     pub kernel_limits: BTreeMap<u32, Result<(), String>>,
     /// The slices with their own control daemon that take no more clients, by their ordinals, each with the reason in words.
     pub full: BTreeMap<u32, String>,
-    /// The slices that are not served though the GPU can be, by their ordinals, each with the reason: no control daemon serves
-    /// the slice, or the slice's directory has no link. Drained slices are not in the map.
+    /// The slices that are not served though their GPU can be served, by their ordinals, each with the reason: no control daemon
+    /// serves the slice, or the slice's directory has no link. Drained slices are not in the map.
     pub unserved: BTreeMap<u32, String>,
-    /// The use by all MPS clients on the GPU together, including clients without a known slice. None if it is not known.
+    /// The use by all MPS clients on the GPU together, including clients without a known slice. None if the use is not known.
     pub in_use: Option<InUse>,
-    /// The use of each slice by its clients, by the ordinal. Empty if it is not known.
+    /// The use of each slice by its clients, by the ordinal. Empty if the use is not known.
     pub uses: Vec<SliceUse>,
 }
 
@@ -110,7 +112,7 @@ pub struct BoundSlice {
     pub groups: Vec<String>,
 }
 
-/// The GPU or the slice that has a name.
+/// The GPU or the slice to which a published name belongs.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub enum Named<'a> {
     Gpu(&'a GpuView),
@@ -124,9 +126,9 @@ impl Snapshot {
         slices_of(self.gpus.as_deref().unwrap_or_default())
     }
 
-    /// The slice with a name such as `00:06.0-1`, or the GPU with the name `00:06.0` or a UUID. An address may have its
-    /// domain and capital letters. An address may lack a domain other than 0000 if no other GPU has the same short address.
-    /// Each ordinal has only one spelling, so that a slice has only one name.
+    /// The slice with a name such as `00:06.0-1`, or the GPU with the name `00:06.0` or a UUID. The address in a name may be
+    /// written with its domain and with capital letters. The address in a name may lack even a domain other than 0000, if no
+    /// other GPU has the same short address. Each ordinal has only one spelling, so that a slice has only one name.
     pub fn find(&self, name: &str) -> Option<Named<'_>> {
         let gpus = || self.gpus.iter().flatten();
         if let Some(gpu) = gpus().find(|gpu| !gpu.uuid().is_empty() && gpu.uuid().eq_ignore_ascii_case(name))
@@ -155,7 +157,7 @@ pub fn slices_of(gpus: &[Arc<GpuView>]) -> impl Iterator<Item = (&Arc<GpuView>, 
 }
 
 impl GpuView {
-    /// The name of the slice with this ordinal: `00:06.0-1`.
+    /// The name of the slice with this ordinal, such as `00:06.0-1`.
     pub fn slice_name(&self, ordinal: u32) -> String {
         self.plan.slice(ordinal).to_string()
     }
@@ -192,7 +194,7 @@ impl GpuView {
         joined(of_slices.chain(full), &self.reason)
     }
 
-    /// The number of slices that are not served though the GPU can be, with the reason of the first one, in words. None if
+    /// The number of slices that are not served though the GPU can be served, with the reason of the first one, in words. None if
     /// there are no such slices.
     pub fn unserved(&self) -> Option<String> {
         let (ordinal, why) = self.unserved.first_key_value()?;
@@ -260,7 +262,7 @@ impl<'a> Named<'a> {
         }
     }
 
-    /// The published name as text: `00:06.0` or `00:06.0-1`.
+    /// The published name of the GPU or the slice as text, such as `00:06.0` or `00:06.0-1`.
     pub fn name(&self) -> String {
         self.id().to_string()
     }

@@ -7,9 +7,9 @@ pub use mps_core::tenants::budget::InUse;
 pub struct SliceUse {
     /// The number of the slice's clients. Each client is a process.
     pub clients: u32,
-    /// The memory that the clients hold, in MiB. None if the driver does not report the memory of one of them.
+    /// The memory that the clients hold, in MiB. None if the driver does not report the memory of one of the clients.
     pub memory_mib: Option<u64>,
-    /// The amount by which the use exceeds the slice's budget, in words; empty if it does not.
+    /// The amount by which the use exceeds the slice's budget, in words; empty if the use fits into the budget.
     pub overuse: String,
 }
 

@@ -32,7 +32,7 @@ pub struct Linked<D> {
     /// True if the pipe directory contains a link, since the control daemon makes its socket in another directory. False if the
     /// socket itself is in the pipe directory.
     pub has_link: bool,
-    /// The directory that contains a directory for each slice. The links there lead to the control daemon.
+    /// The directory that contains a directory for each slice. The links in the directories of slices lead to the control daemon.
     pub slices_in: Option<D>,
     pub gpus: BTreeSet<GpuUuid>,
 }
@@ -46,24 +46,24 @@ pub trait ClosedSlices {
     fn closes(&self, directory: &str) -> Option<bool>;
 }
 
-/// The directories on the host. Each call changes or reads them at once.
+/// The directories on the host. Each call changes or reads the directories at once.
 pub trait Directories<D> {
-    /// Finds the socket that the control daemon has made. Later calls make links to this socket. None if the socket does not
-    /// exist.
+    /// Finds the socket that the control daemon has made. Later calls make links to the socket that was found last. None if the
+    /// socket does not exist.
     ///
     /// # Errors
     /// The directory of the socket can't be used.
     fn find_socket(&mut self) -> Result<Option<SocketId>, Bad>;
 
-    /// Finds the waiting socket, and makes it if it does not exist. Later calls make links to this socket. A program that
-    /// connects to the waiting socket waits, since the socket listens and no process accepts the connection.
+    /// Finds the waiting socket, and makes it if it does not exist. Later calls make links to the socket that was found last. A
+    /// program that connects to the waiting socket waits, since the socket listens and no process accepts the connection.
     ///
     /// # Errors
     /// The socket can't be made.
     fn find_waiting_socket(&mut self) -> Result<SocketId, Bad>;
 
-    /// Makes the link in the pipe directory point to the socket that was found last. Returns false if the link already pointed
-    /// to it.
+    /// Makes the link in the pipe directory point to the socket that was found last. Returns false if the link already pointed to
+    /// this socket.
     ///
     /// # Errors
     /// The link can't be made.
@@ -75,8 +75,8 @@ pub trait Directories<D> {
     /// The link can't be removed.
     fn close_pipe(&mut self, pipe: &D, socket: SocketId) -> Result<(), Bad>;
 
-    /// Opens the directory that contains the slices' directories, for the calls below. With `make`, a missing directory is
-    /// made. Returns true if the directory exists.
+    /// Opens the directory that contains the slices' directories, for the later calls about directories of slices. With `make`, a
+    /// missing directory is made. Returns true if the directory exists.
     ///
     /// # Errors
     /// The directory can't be used.
@@ -86,25 +86,26 @@ pub trait Directories<D> {
     fn other_slices(&self, names: &BTreeSet<String>) -> BTreeSet<String>;
 
     /// Makes the link in the directory of a slice point to the socket that was found last. Returns false if the link already
-    /// pointed to it.
+    /// pointed to this socket.
     ///
     /// # Errors
     /// The link can't be made.
     fn lead_slice(&mut self, name: &str) -> Result<bool, Bad>;
 
-    /// Removes the link from the directory of a slice. With `only`, the link is removed only if it points to that socket.
+    /// Removes the link from the directory of a slice. With `only`, the link is removed only if it points to the socket `only`.
     ///
     /// # Errors
     /// The link can't be removed.
     fn close_slice(&mut self, name: &str, only: Option<SocketId>) -> Result<(), Bad>;
 
-    /// Stops other users from changing the pipe directory.
+    /// Stops all programs except the service from changing the pipe directory.
     fn keep_pipe(&mut self, pipe: &D);
 
-    /// Stops other users from changing the directories of these slices, which [`Self::open_slices`] has opened.
+    /// Stops all programs except the service from changing the directories of these slices, which [`Self::open_slices`] has
+    /// opened.
     fn keep_slices(&mut self, names: &BTreeSet<String>);
 
-    /// Lets other users change and remove a pipe directory and the directories of these slices again.
+    /// Lets all users with the right to write change and remove a pipe directory and the directories of these slices again.
     fn release(&mut self, pipe: &D, slices_in: Option<&D>, names: &BTreeSet<String>);
 
     /// The path of the pipe directory or of a slice's directory, for messages.

@@ -1,8 +1,8 @@
 //! The links through which clients find a control daemon, in its pipe directory and in the directories of slices. Clients reach a
 //! control daemon only through a link. A closed slice has no link: it is drained, or its GPU needs a reset.
 //!
-//! A program that finds no control daemon runs without MPS. So from the moment when one control daemon is about to end until the
-//! next one runs, the links point to a waiting socket.
+//! A program that finds no control daemon runs without MPS. From the moment when one control daemon is about to end until the
+//! next one runs, the links therefore point to a waiting socket, at which programs wait.
 
 use alloc::borrow::ToOwned;
 use alloc::collections::{BTreeMap, BTreeSet};
@@ -27,7 +27,8 @@ pub enum Way {
     Slice(String),
 }
 
-/// The ways that should have a link and have none, each with the reason. Closed slices are not among them.
+/// The places that should have a link to the control daemon and have no link, each with the reason. Closed slices are not among
+/// the places with a missing link.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct MissingLinks {
     /// The slices whose directories have no link, by the names of the directories.
@@ -39,14 +40,14 @@ pub struct MissingLinks {
 /// The events about links, for the log.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct LinkEvents {
-    /// The ways to which the service has renewed the link, since another program had changed or removed it.
+    /// The places where the service has renewed the link, since another program had changed or removed it.
     pub renewed: BTreeSet<Way>,
     /// The links that the service can't remove, each with the reason.
     pub stuck: BTreeSet<Bad>,
 }
 
 /// The links to one control daemon: where they should be, and where they are.
-// A bool for each fact, and no enum: none of the facts excludes another.
+// Each fact is a bool and not the variant of an enum, since no fact excludes another.
 #[allow(clippy::struct_excessive_bools)]
 #[derive(Debug, Clone)]
 pub struct Links<D> {
@@ -59,24 +60,25 @@ pub struct Links<D> {
     socket: Option<SocketId>,
     /// The socket to which the links should point.
     end: WayEnd,
-    /// The waiting socket when the service last looked for it.
+    /// The socket at which new programs wait, as the service last found it.
     waiting_socket: Option<SocketId>,
-    /// True once the control daemon has the limits of the order, so that links to it may be made. Before that, links are only
-    /// removed.
+    /// True once the control daemon has the limits of the order, so that links to it may be made. Until the control daemon has
+    /// these limits, links are only removed.
     may_lead: bool,
-    /// The ways that had a link to the control daemon when the service last looked.
+    /// The places that had a link to the control daemon when the service last looked at the directories.
     lead: BTreeSet<Way>,
     /// True if the links point to another socket than at the last pass over the directories.
     has_turned: bool,
-    /// True if a link was made in this pass over the directories.
+    /// True if a link was made in the present pass over the directories.
     made: bool,
-    /// True once other users may change the directories again: the service ends, or does not use the directories any more.
+    /// True once other programs than the service may change the directories again: the service ends, or does not use the
+    /// directories any more.
     released: bool,
     missing: MissingLinks,
     events: LinkEvents,
 }
 
-/// The socket to which the links of all ways that are not closed should point.
+/// The socket to which the links in the pipe directory and in the directories of open slices should point.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum WayEnd {
     /// The links point to the control daemon.
@@ -101,19 +103,20 @@ enum LinkTarget {
 
 impl<D: Clone + PartialEq> WantedLinks<D> {
     /// Returns whether the slice with this directory should have a link to a control daemon with these GPUs. A GPU that another
-    /// control daemon still has is not among the GPUs, and its slices stay with the other control daemon.
+    /// control daemon still has is not in `gpus`, and its slices stay with the other control daemon.
     fn leads(&self, directory: &str, gpus: &BTreeSet<GpuUuid>) -> bool {
         !self.retiring && self.slices.get(directory).is_some_and(|gpu| gpus.contains(gpu))
     }
 
     /// The directory that contains the slices' directories for this control daemon. An order with another pipe directory needs
-    /// another control daemon, and until then the running one keeps its directories.
+    /// another control daemon, and until that control daemon runs, the running control daemon keeps its directories.
     fn slices_in(&self, running: &Linked<D>) -> Option<D> {
         if running.pipe == self.pipe { self.slices_in.clone() } else { running.slices_in.clone() }
     }
 }
 
-/// The aim for the link in the slice's directory of this name. `running` is the control daemon, with its GPUs.
+/// The aim for the link in the directory with the name `directory`, which belongs to a slice. `running` is the control daemon,
+/// with its GPUs.
 fn target<D: Clone + PartialEq>(
     directory: &str,
     wanted: Option<&WantedLinks<D>>,
@@ -157,8 +160,8 @@ impl<D: Clone + PartialEq> Links<D> {
         }
     }
 
-    /// Sets another order. The control daemon may be about to end because of this order. Returns false if the order is the same
-    /// as before.
+    /// Sets another order, because of which the control daemon may be about to end. Returns false if the order is the same as
+    /// before.
     pub fn pursue(&mut self, wanted: WantedLinks<D>) -> bool {
         if self.wanted.as_ref() == Some(&wanted) {
             return false;
@@ -171,8 +174,8 @@ impl<D: Clone + PartialEq> Links<D> {
         true
     }
 
-    /// Makes the links point to the running control daemon from now on, since it has the limits of the order `told`. Meanwhile
-    /// a newer order may have come.
+    /// Makes the links point to the running control daemon from now on, since it has the limits of the order `told`. A newer
+    /// order than `told` may have come already.
     pub fn lead(&mut self, running: Linked<D>, told: &WantedLinks<D>) {
         self.running = Some(running);
         let is_newest =
@@ -181,15 +184,15 @@ impl<D: Clone + PartialEq> Links<D> {
         self.end_at(WayEnd::ControlDaemon);
     }
 
-    /// Makes the links point to the waiting socket from now on, so that new programs wait. If programs already wait for the
-    /// next control daemon, this changes nothing.
+    /// Makes the links point to the waiting socket from now on, so that new programs wait. If programs already wait for the next
+    /// control daemon, the call changes nothing.
     pub fn keep_waiting(&mut self) {
         if self.end == WayEnd::ControlDaemon {
             self.end_at(WayEnd::WaitingSocket);
         }
     }
 
-    /// Makes the links point to the control daemon again, as before [`Self::keep_waiting`]. This does nothing for a control
+    /// Makes the links point to the control daemon again, as before [`Self::keep_waiting`]. The call does nothing for a control
     /// daemon that has no limits yet.
     pub fn reopen_ways(&mut self) {
         if self.end == WayEnd::WaitingSocket {
@@ -204,7 +207,8 @@ impl<D: Clone + PartialEq> Links<D> {
         }
     }
 
-    /// New programs do not wait for the next control daemon any more. The links in the directories stay as they are.
+    /// Records that new programs do not have to wait for the next control daemon any more. The links in the directories stay as
+    /// they are.
     pub fn let_go(&mut self) {
         if self.end == WayEnd::UntilTheNext {
             (self.running, self.end) = (None, WayEnd::ControlDaemon);
@@ -212,7 +216,8 @@ impl<D: Clone + PartialEq> Links<D> {
     }
 
     /// Records that no control daemon runs any more. Programs wait for the next control daemon of the same order, which makes a
-    /// new socket and uses the same directories. Other users may change all other directories again.
+    /// new socket and uses the same directories. Other programs than the service may again change all directories that the next
+    /// control daemon does not use.
     pub fn end(&mut self, directories: &mut impl Directories<D>) {
         let has_places_of_order = match (&self.running, &self.wanted) {
             (Some(running), Some(wanted)) => {
@@ -233,13 +238,13 @@ impl<D: Clone + PartialEq> Links<D> {
         }
     }
 
-    /// Lets other users change and remove the directories from now on.
+    /// Lets all users with the right to write change and remove the control daemon's directories from now on.
     pub fn release_for_good(&mut self, directories: &mut impl Directories<D>) {
         self.released = true;
         self.release(directories);
     }
 
-    /// Lets other users change and remove the directories.
+    /// Lets all users with the right to write change and remove the control daemon's directories.
     pub fn release(&self, directories: &mut impl Directories<D>) {
         let names = self.names_of_order();
         let of_running = self.running.iter().map(|running| (&running.pipe, &running.slices_in));
@@ -251,7 +256,7 @@ impl<D: Clone + PartialEq> Links<D> {
         }
     }
 
-    /// The ways that had no link after the last [`Links::apply`], though they should have one.
+    /// The places that had no link after the last [`Links::apply`], though they should have one.
     pub fn missing(&self) -> &MissingLinks {
         &self.missing
     }
@@ -266,7 +271,8 @@ impl<D: Clone + PartialEq> Links<D> {
         core::mem::take(&mut self.events)
     }
 
-    /// The directory that contains a directory for each slice. The links there point to the control daemon.
+    /// The directory that contains a directory for each slice. The links in the directories of slices point to the control
+    /// daemon.
     pub fn slices_in(&self) -> Option<D> {
         let running = self.running.as_ref()?;
         match &self.wanted {
@@ -275,7 +281,7 @@ impl<D: Clone + PartialEq> Links<D> {
         }
     }
 
-    /// Returns whether other users must not change the directories.
+    /// Returns whether only the service may change the control daemon's directories now.
     fn keeps(&self) -> bool {
         self.may_lead && !self.released && self.wanted.as_ref().is_some_and(|wanted| !wanted.retiring)
     }
@@ -284,8 +290,8 @@ impl<D: Clone + PartialEq> Links<D> {
         self.wanted.iter().flat_map(|wanted| wanted.slices.keys().cloned()).collect()
     }
 
-    /// Makes and removes links, until a pass over the directories changes nothing. After that pass every link still exists
-    /// after other users have lost the right to change the directories.
+    /// Makes and removes links, until a pass over the directories changes nothing. The last pass confirms that every link still
+    /// exists after the directories were protected from other programs.
     ///
     /// # Errors
     /// The control daemon's own directory can't be used.
@@ -408,18 +414,18 @@ impl<D: Clone + PartialEq> Links<D> {
             }
         }
         if is_there && self.keeps() {
-            // Only the directories of this order's slices are protected here. The supervisors of the other slices protect
-            // theirs.
+            // This call protects only the directories of this order's slices. The supervisors of other control daemons protect
+            // the directories of their own slices.
             directories.keep_slices(&self.names_of_order());
         }
     }
 
-    /// Returns true if every way that is not closed should have a link.
+    /// Returns true if the pipe directory and the directory of every open slice should have a link.
     fn makes_all(&self) -> bool {
         self.may_lead || self.end != WayEnd::ControlDaemon
     }
 
-    /// Returns true if this way should have a link. A way that had a link keeps it when a later order comes.
+    /// Returns true if this place should have a link. A place that had a link keeps it when a later order comes.
     fn makes(&self, way: &Way) -> bool {
         self.makes_all() || self.lead.contains(way)
     }
@@ -443,9 +449,9 @@ impl<D: Clone + PartialEq> Links<D> {
         names
     }
 
-    /// Records the result of an attempt to make the link of this way, `led`. If no attempt was made, a link that existed still
-    /// exists. The error is the reason why the way has no link, or None if it has no link yet. A way that has a link to the
-    /// control daemon, now or again later, is added to `lead`.
+    /// Records `led`, the result of an attempt to make the link in the place `way`. If no attempt was made, a link that existed
+    /// still exists. The error is the reason why the place has no link, or None if the place has no link yet. A place that has a
+    /// link to the control daemon, now or again later, is added to `lead`.
     fn way(
         &mut self,
         way: Way,
@@ -471,7 +477,7 @@ impl<D: Clone + PartialEq> Links<D> {
     }
 
     fn close_slice(&mut self, name: &str, target: LinkTarget, directories: &mut impl Directories<D>) {
-        // If the slice is closed, its link is removed, to whichever control daemon the link points.
+        // If the slice is closed, its link is removed, even if the link points to another control daemon.
         let closed = match target {
             LinkTarget::Closed => directories.close_slice(name, None),
             _ => self.sockets().try_for_each(|socket| directories.close_slice(name, Some(socket))),

@@ -20,19 +20,19 @@ pub const SHORT_ID: usize = 12;
 pub struct Tenant {
     /// The real user id of the process.
     pub uid: u32,
-    /// The id of the container, from the process's control group. If the control group names no container, the process's mount
-    /// namespace.
+    /// The id of the container, from the process's control group. If the control group names no container, the text names the
+    /// process's mount namespace instead.
     pub container: String,
 }
 
-/// A container of a guest, by its names on the platform. A tenant may have chosen each of them.
+/// A container of a guest, by its names on the platform. A tenant may have chosen each of these names.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct GuestContainer {
     /// The name of the guest.
     pub guest: String,
     /// The name of the container in the guest.
     pub container: String,
-    /// The project of the guest. Empty if the records do not have it.
+    /// The project of the guest. Empty if the host agent's records do not have the project.
     pub project: String,
 }
 
@@ -43,20 +43,20 @@ pub struct RecordedContainer {
     pub group: String,
     /// The container's name for people.
     pub label: String,
-    /// The devices that the records give the container: a slice, or a GPU if the records do not say which slice.
+    /// The devices that the host agent's records give the container: a slice, or a GPU if the records do not say which slice.
     pub devices: Vec<DeviceName>,
 }
 
 impl RecordedContainer {
-    /// The device of the container on this GPU: a slice, or the GPU itself if the records do not say which slice. None if the
-    /// container has no device on the GPU.
+    /// The device of the container on this GPU: a slice, or the GPU itself if the host agent's records do not say which slice.
+    /// None if the container has no device on the GPU.
     pub fn device_on(&self, gpu: GpuId) -> Option<DeviceName> {
         let of_gpu = || self.devices.iter().copied().filter(|device| device.gpu() == gpu);
         of_gpu().find(|device| matches!(device, DeviceName::Slice(_))).or_else(|| of_gpu().next())
     }
 }
 
-/// The commands that a control daemon accepts from a client. In lower case the variant is the word on D-Bus.
+/// The commands that a control daemon accepts from a client. The variant's name in lower case is the word on D-Bus.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum MayCommand {
     /// The control daemon accepts every command: the client can change the limits of all clients and end the control daemon.
@@ -103,9 +103,9 @@ pub struct KnownClient {
     pub container: Option<String>,
     /// The process's container in the host agent's records, if the service still has to bind it to slices. None otherwise.
     pub recorded: Option<RecordedContainer>,
-    /// The slices that the process has. None if they are not known.
+    /// The slices that the process has. None if the slices are not known.
     pub slices: Option<Membership>,
-    /// The commands that a control daemon accepts from the process. None if that is not known.
+    /// The commands that a control daemon accepts from the process. None if these commands are not known.
     pub may_command: Option<MayCommand>,
     /// The name of the process's program, 15 characters at most.
     pub command: String,
@@ -176,7 +176,7 @@ impl fmt::Display for ChosenName<'_> {
     }
 }
 
-/// The first of these names, separated by commas.
+/// The names of the first of these slices, separated by commas.
 pub fn shortened(slices: &[impl ToString]) -> String {
     let mut names: Vec<String> = slices.iter().take(SLICES).map(ToString::to_string).collect();
     if slices.len() > SLICES {

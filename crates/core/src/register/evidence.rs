@@ -12,7 +12,7 @@ use core::str::FromStr;
 
 use crate::terms::{DeviceName, GpuId, SliceId};
 
-/// The source from which the service knows the slices of a process. In lower case the variant is the word on D-Bus.
+/// The source from which the service knows the slices of a process. The variant's name in lower case is the word on D-Bus.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum KnownBy {
     /// The binding of the process's control group, or of an ancestor of the control group.
@@ -58,8 +58,8 @@ impl FromStr for KnownBy {
 /// The slices of a process, and the source from which the service knows them.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Membership {
-    /// The slices, each once. The list has at least one slice. If the source is the records or the environment, a GPU may
-    /// stand for one of its slices.
+    /// The slices, each once. The list has at least one slice. If the source is the host agent's records or the environment, the
+    /// list may have a GPU in the place of one of its slices.
     pub slices: Vec<DeviceName>,
     /// The source from which the service knows the slices.
     pub known_by: KnownBy,
@@ -72,8 +72,8 @@ impl Membership {
         (!slices.is_empty()).then_some(Self { slices, known_by })
     }
 
-    /// The slices of a process that uses this GPU. A mounted directory, and a device in a record, stands for a slice of one
-    /// GPU, so slices of other GPUs do not count. None if no slice is left.
+    /// The slices of a process that uses this GPU. A mounted directory, and a device in a record, stands for a slice of one GPU,
+    /// so slices of other GPUs do not count. None if the process has no slice that counts on this GPU.
     pub fn on(mut self, gpu: GpuId) -> Option<Self> {
         if self.known_by.is_certain() {
             self.slices.retain(|slice| slice.gpu() == gpu);
@@ -117,7 +117,8 @@ pub struct Evidence {
 }
 
 impl Evidence {
-    /// Returns whether the records count for a process. Reading them costs the most, so they are read only then.
+    /// Returns whether the host agent's records count for a process. Reading the records costs more than reading the other
+    /// sources, so the records are read only if they count.
     pub fn asks_records(bound: Option<&Membership>, mounted: &[SliceId]) -> bool {
         mounted.is_empty() && bound.is_none_or(|its| its.known_by != KnownBy::Bound)
     }
@@ -132,14 +133,14 @@ impl Evidence {
         if !Self::asks_records(Some(bound), &slices.collect::<Vec<_>>()) {
             return Some(bound.clone());
         }
-        // A container may be bound on one GPU and only recorded on another. So a record of the host agent counts on each GPU
-        // on which the container is not bound.
+        // A container may be bound on one GPU and only recorded on another. A record of the host agent therefore counts on each
+        // GPU on which the container is not bound.
         let has = |device: &&DeviceName| bound.slices.iter().any(|slice| slice.gpu() == device.gpu());
         let more = self.recorded.iter().filter(|device| !has(device));
         Membership::of(bound.slices.iter().chain(more).copied(), bound.known_by)
     }
 
-    /// Returns whether the environment of the process counts.
+    /// Returns whether the environment of the process counts as a source for its slices.
     pub fn asks_environment(&self) -> bool {
         match self.certain() {
             None => self.mounted.is_none(),
@@ -147,9 +148,9 @@ impl Evidence {
         }
     }
 
-    /// The slices of the process. `claim` has the slices that the environment of the process names. `is_anothers` returns
-    /// whether a slice is bound to a control group that does not contain the process. A tenant can choose between the tenant's
-    /// own slices. A claim to any other bound slice does not count.
+    /// The slices of the process. `claim` has the slices that the environment of the process names. `is_anothers` returns whether
+    /// a slice is bound to a control group that does not contain the process. A tenant can choose between the tenant's own
+    /// slices. The environment's claim to a slice that is bound to another tenant's control group does not count.
     pub fn slices(&self, claim: &[DeviceName], is_anothers: impl Fn(&SliceId) -> bool) -> Option<Membership> {
         match self.certain() {
             None if self.mounted.is_some() => None,

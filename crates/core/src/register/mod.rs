@@ -1,5 +1,5 @@
 //! The register of clients: the process, the owner and the slices of each client. The service looks at processes to fill the
-//! register. Messages, answers and requests about clients read it, so that all of them agree.
+//! register. Messages, answers and requests about clients use the register, so that all of them agree.
 //!
 //! The register has a client from the first line of the log about the client, and still has it after the process has ended:
 //! most messages about a client are written after the client's end. A running process replaces a former process with the same
@@ -40,7 +40,7 @@ const AGAIN: Duration = Duration::from_secs(60);
 const LISTED_AFTER: Duration = Duration::from_secs(1);
 
 /// A process that is a client, or was a client and may have ended.
-// A bool for each fact, and no enum: none of the facts excludes another.
+// Each fact is a bool and not the variant of an enum, since no fact excludes another.
 #[allow(clippy::struct_excessive_bools)]
 #[derive(Debug, Clone)]
 struct RegisteredClient {
@@ -55,8 +55,8 @@ struct RegisteredClient {
     answered: Option<CoreTime>,
     /// True if a look has found all facts about the client.
     is_found: bool,
-    /// True if a line of the log has named the process. A later line about a new client with the same PID is then about another
-    /// process.
+    /// True if a line of the log has named the process, so that a later line about a new client with the same PID is about
+    /// another process.
     is_logged: bool,
 }
 
@@ -108,7 +108,8 @@ pub struct Register {
 impl Register {
     /// Records that the log reports a new client of a control daemon. `running` is the process that has the PID now. If the
     /// process has ended already, the client is the process that the register has as a client at work under this PID, or a
-    /// process that a look has found before the log's line was read. If neither is known, the client stays unknown.
+    /// process that a look has found before the log's line was read. If the register knows no such process, the client stays
+    /// unknown.
     pub fn came(&mut self, daemon: &DaemonId, pid: u32, running: Option<ProcessId>, now: CoreTime) {
         let served = self.served.entry(daemon.clone()).or_default();
         if served.len() >= MOST {
@@ -198,7 +199,8 @@ impl Register {
         served.filter(|(_, client)| !client.is_hit).map(|(pid, _)| *pid).collect()
     }
 
-    /// Asks for a look at these running processes. A process with certain slices, or with a recent look, is left out.
+    /// Asks for a look at these running processes. A process whose slices are certain, or at which the service has looked
+    /// recently, is left out.
     pub fn want(&mut self, processes: impl IntoIterator<Item = ProcessId>, now: CoreTime) {
         for process in processes {
             if let Some(entry) = self.entry_or_new(process) {
@@ -241,7 +243,7 @@ impl Register {
         }
     }
 
-    /// Returns whether the service should begin a look now.
+    /// Returns whether the service should begin a look at processes now.
     pub fn wants_look(&self) -> bool {
         self.clients.values().any(|entry| entry.is_wanted && !entry.is_looked_at)
     }
@@ -266,8 +268,8 @@ impl Register {
         }
     }
 
-    /// Records the result of a look at a process. None means that the process has ended meanwhile, or that the look has hung;
-    /// the known facts then stay. A look that finds no slice does not remove the known slices, since a process that is just
+    /// Records the result of a look at a process. None means that the process has ended meanwhile, or that the look has hung; in
+    /// both cases the known facts stay. A look that finds no slice does not remove the known slices, since a process that is just
     /// ending has no environment any more. Returns whether the result is new.
     pub fn answer(&mut self, process: ProcessId, found: Option<KnownClient>, now: CoreTime) -> bool {
         let Some(entry) = self.entry(process) else { return false };
@@ -277,7 +279,8 @@ impl Register {
         let found = KnownClient { slices: found.slices.or(before), ..found };
         let is_news = !entry.is_found || entry.client != found;
         entry.client = found;
-        // `is_wanted` asks for another look: the slices may have changed after this look began, and then the flag stays.
+        // If `is_wanted` asks for another look, the flag `may_have_changed` stays, since the slices may have changed after this
+        // look began.
         entry.may_have_changed &= entry.is_wanted;
         entry.is_found = true;
         is_news

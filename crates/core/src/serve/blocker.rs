@@ -17,7 +17,7 @@ const MISSES: u32 = 5;
 /// clears it.
 #[derive(Debug)]
 pub(super) enum Blocker {
-    /// A server met a fatal GPU error. Healing clears it when the server has recovered or has ended.
+    /// A server met a fatal GPU error. Healing clears this blocker when the server has recovered or has ended.
     Faulted(Fault),
     /// Another control daemon, with this PID, answers in the directory of the service's control daemon. A check clears this
     /// blocker when the service's own control daemon answers in the directory again.
@@ -29,7 +29,8 @@ pub(super) enum Blocker {
     Hung { looks: u32, error: String },
     /// The control daemon has missed this number of checks in a row. An answer clears this blocker.
     Silent { looks: u32, error: String },
-    /// Clients of other users can't reach the socket. A check clears this blocker when they can.
+    /// Not every user can reach the control daemon's socket. A check clears this blocker when clients of every user can reach the
+    /// socket.
     BadDirectory(String),
     /// The server has ended, and the next one starts at the moment `revive_at`. Starting a server clears this blocker.
     ServerEnded { reason: String, revive_at: CoreTime },
@@ -38,11 +39,12 @@ pub(super) enum Blocker {
     Misfit(String),
 }
 
-/// The part of the code that clears a blocker. No other part clears it. The first variant has the gravest blockers.
+/// The part of the code that clears a blocker. No other part of the code clears the blocker. The first variant has the gravest
+/// blockers.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub(super) enum ClearedBy {
     Healing,
-    /// The first part of each check: it finds out which process answers.
+    /// The first part of each check: it finds out which process answers in the control daemon's directory.
     Look,
     /// The second part of each check: it looks at the directories.
     Access,
@@ -52,7 +54,7 @@ pub(super) enum ClearedBy {
 }
 
 impl Blocker {
-    /// The blocker after one check without an answer.
+    /// The blocker of a control daemon that has not answered one check.
     pub(super) fn no_answer(error: String) -> Self {
         Self::unanswered(1, error)
     }
@@ -134,7 +136,7 @@ impl Blockers {
         self.0.insert(place, blocker);
     }
 
-    /// Removes the blockers that one part of the code clears. Only that part calls this function.
+    /// Removes the blockers that one part of the code clears. Each part of the code removes only its own blockers.
     pub(super) fn clear(&mut self, by: ClearedBy) {
         self.0.retain(|one| one.cleared_by() != by);
     }
@@ -152,8 +154,8 @@ impl Blockers {
         self.all_cleared_by(by).map(Blocker::describe).collect::<Vec<_>>().join("; ")
     }
 
-    /// Records the first part of a check. `look` is None if the service's control daemon answers in its directory, as it
-    /// should.
+    /// Records the result of the first part of a check. `look` is None if the service's control daemon answers in its directory,
+    /// as it should.
     pub(super) fn observe(&mut self, look: Option<Blocker>) -> Change {
         let before = self.0.extract_if(.., |one| one.cleared_by() == ClearedBy::Look).next();
         let change = match (&look, &before) {
@@ -166,8 +168,8 @@ impl Blockers {
                 Some(Blocker::Silent { error, .. }),
                 Some(Blocker::Silent { looks, .. } | Blocker::Hung { looks, .. }),
             ) => Some(Blocker::unanswered(looks + 1, error)),
-            // `graver` ends the control daemon once it has no client. Another check without an answer does not change that,
-            // so the blocker stays.
+            // `graver` ends the control daemon once it has no client. Another check without an answer does not replace the
+            // blocker `graver`.
             (Some(Blocker::Silent { .. }), Some(graver)) => Some(graver),
             (found, _) => found,
         };
@@ -221,7 +223,8 @@ impl Blockers {
         self.0.iter().any(Blocker::ends_when_idle)
     }
 
-    /// The reason why the service ends the control daemon as soon as it has no client. None if no blocker has that effect.
+    /// The reason why the service ends the control daemon as soon as it has no client. None if no blocker ends the control
+    /// daemon.
     pub(super) fn why_it_ends(&self) -> Option<String> {
         let blocker = self.0.iter().rev().find(|blocker| blocker.ends_when_idle())?;
         Some(self.describe(blocker.cleared_by()))
@@ -271,7 +274,7 @@ impl Blockers {
 }
 
 /// The steps that a control daemon has reached on the way to serving its order.
-// A bool for each fact, and no enum: none of the facts excludes another.
+// Each fact is a bool and not the variant of an enum, since no fact excludes another.
 #[allow(clippy::struct_excessive_bools)]
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Progress {
@@ -296,18 +299,18 @@ pub enum ShownAs {
     Faulted,
     /// The server has ended; another one starts after a pause.
     Backoff,
-    /// Something outside of the control daemon must change first.
+    /// Something outside of the control daemon must change before the control daemon can serve.
     Waiting,
 }
 
-/// The state of a control daemon as it is shown.
+/// The state of a control daemon as the service publishes it.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct ShownState {
     /// The state.
     pub state: ShownAs,
     /// True if a client that comes now is served as planned.
     pub serving: bool,
-    /// True if the state stays until something happens. False if the service is just changing it.
+    /// True if the state stays until something happens. False if the service is just changing the state.
     pub settled: bool,
     /// The reason why the control daemon is in this state, in words; empty if it is ready.
     pub reason: String,

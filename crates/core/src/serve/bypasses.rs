@@ -10,8 +10,8 @@ use crate::{CoreTime, GpuUuid};
 /// and end at the same moment, and NVML lists a process until the driver has taken its memory back.
 pub const CONFIRM_AFTER: Duration = Duration::from_secs(1);
 
-/// The processes that the last look has found on each GPU. Each has the time when a look has first found it, and true if a
-/// second look has confirmed it. The bypasses stay known when the control daemon is replaced.
+/// The processes that the last look has found on each GPU. Each process has the time at which a look has first found the process,
+/// and true if a second look has confirmed the process. These processes stay known when the control daemon is replaced.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub(super) struct Bypasses(BTreeMap<(GpuUuid, ProcessId), (CoreTime, bool)>);
 

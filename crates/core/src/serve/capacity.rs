@@ -16,10 +16,10 @@ use crate::terms::ServedGpu;
 /// The pause between a client's end and the next count. For a moment the control daemon still lists a client that has ended.
 pub(super) const CLIENT_LEFT_PAUSE: Duration = Duration::from_millis(200);
 
-/// The time between two counts of a full GPU's clients. The log reports most ends at once.
+/// The time between two counts of a full GPU's clients. The control daemon's log reports most ends of clients at once.
 const PERIOD: Duration = Duration::from_secs(5);
 
-/// The state of the last line in the log that reports a refused client.
+/// The service's belief in the last line of the log that reports a refused client.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 enum Refusal {
     /// No client was refused since a client has last left.
@@ -36,7 +36,7 @@ enum Refusal {
 #[derive(Debug, Default)]
 pub(super) struct Capacity {
     refusal: Refusal,
-    /// The number of clients at the last count since the refusal.
+    /// The number of clients at the last count since a server has refused a client.
     counted: usize,
     /// The number of clients on each full GPU, by UUID.
     full: BTreeMap<String, u32>,
@@ -145,17 +145,18 @@ impl Capacity {
         changed
     }
 
-    /// Sets the moment of the next count. While a GPU is shown as full, the count is soon.
+    /// Sets the moment of the next count. While a GPU is shown as full, the next count follows after [`PERIOD`].
     fn wait(&mut self, now: CoreTime) {
         self.due = (!self.full.is_empty()).then(|| now + PERIOD);
     }
 }
 
 impl<S: Shell> Serving<'_, S> {
-    /// Counts the clients on each GPU. If the control daemon answers, but can't list its clients, the health check handles
-    /// that.
+    /// Counts the clients on each GPU. If the control daemon answers, but can't list its clients, the health check handles this
+    /// failure.
     pub(super) async fn check_capacity(&mut self) -> Result<(), Failure> {
-        // The time of the next count is set before the question, since the control daemon may not answer.
+        // The time of the next count is set before the control daemon is asked for its clients, since the control daemon may not
+        // answer.
         self.run.capacity.wait(self.shell.now());
         let clients = match self.shell.clients(&self.run.servers.alive()).await {
             Ok(clients) => clients,

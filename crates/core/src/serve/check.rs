@@ -67,7 +67,8 @@ impl<S: Shell> Serving<'_, S> {
         }
         self.run.capacity.suspect(&self.wanted.gpus, &there, self.shell.now());
         self.reach.keep_modes(&mut self.shell, &self.wanted, &self.run.gpus).await;
-        // After a fatal GPU error, a control daemon's list of clients is not reliable. So clients could look like bypasses.
+        // After a fatal GPU error, a control daemon's list of clients is not reliable, so clients could look like programs
+        // without MPS.
         if answer.is_some() && !self.run.blockers.has(ClearedBy::Healing) {
             self.find_bypasses(there).await;
         }
@@ -88,8 +89,9 @@ impl<S: Shell> Serving<'_, S> {
     }
 
     /// Looks for bypasses on the GPUs of the control daemon. A GPU that is left out does not count: another control daemon may
-    /// have it, with servers and clients of its own. The control daemon is asked only if a GPU has processes besides the known
-    /// servers. If it does not list its clients, the last result stays.
+    /// have it, with servers and clients of its own. The control daemon is asked for its clients only if a GPU has processes
+    /// besides the known servers. If the control daemon does not list its clients, the bypasses that the last look has found
+    /// stay.
     pub(super) async fn find_bypasses(&mut self, mut there: ProcessesOnGpus) {
         there.retain(|gpu, _| self.run.gpus.contains(gpu));
         let mut servers: BTreeSet<u32> = self.run.servers.alive().into_iter().collect();
@@ -98,14 +100,15 @@ impl<S: Shell> Serving<'_, S> {
         self.run.bypasses_at = None;
         let are_all_servers = there.values().flatten().all(|process| servers.contains(&process.pid));
         if !are_all_servers || self.shell.has_clients() {
-            // The control daemon is asked after NVML: it knows a client before the client appears on the GPU.
+            // The control daemon is asked for its clients after NVML: the control daemon knows a client before the client appears
+            // on the GPU.
             let Ok(all) = self.list_clients().await else {
                 self.run.bypasses_at = self.wanted.guard_period.map(|period| self.shell.now() + period);
                 return;
             };
             let listed: BTreeSet<u32> = all.values().flatten().copied().collect();
-            // A client that the register has is missing from the list. The reason may be a fatal GPU error, after which the
-            // list is not reliable.
+            // A client that the register has may be missing from the control daemon's list because of a fatal GPU error, after
+            // which the list is not reliable.
             if !clients.is_subset(&listed) && self.is_any_server_faulted().await {
                 return;
             }
@@ -151,8 +154,8 @@ impl<S: Shell> Serving<'_, S> {
     /// Updates the state file for the next service, which takes the control daemon over. If the order needs another control
     /// daemon, a log that can't be written does not matter.
     pub(super) fn keep_state_file(&mut self) {
-        // The fault is reported before the state file says that these lines of the log were read: the next service reports
-        // only later lines.
+        // The fault is reported before the state file says that the log's lines about the fault were read: the next service
+        // reports only later lines.
         self.tell_fault();
         self.shell.keep_state_file(!self.run.blockers.has(ClearedBy::Order));
     }
@@ -169,8 +172,8 @@ impl<S: Shell> Serving<'_, S> {
         self.show_state();
     }
 
-    /// Returns whether another control daemon answers in the directory of this one. No command must be sent then, since the
-    /// other control daemon would get it.
+    /// Returns whether another control daemon answers in the directory of this control daemon. No command must be sent to a
+    /// directory that another control daemon has taken, since the other control daemon would get the command.
     pub(super) fn place_is_taken(&mut self) -> bool {
         let own = self.shell.pid();
         let other = self.shell.listener().filter(|listener| *listener != own);
@@ -187,7 +190,8 @@ impl<S: Shell> Serving<'_, S> {
         }
     }
 
-    /// Compares the limits that the servers have written to the log with the order. Returns true if they differ.
+    /// Compares the limits that the servers have written to the log with the order. Returns true if a limit in the log differs
+    /// from the order.
     pub(super) fn compare_servers(&mut self) -> bool {
         let run = &*self.run;
         let limits = run.limits(&self.wanted);

@@ -68,7 +68,8 @@ impl<S: Shell> Serving<'_, S> {
         self.shell.passed("limits", "limits are confirmed");
         self.shell.show(Showing::InForce { thread_percentage: limits.thread_percentage });
         self.run.configured = true;
-        // The first look for bypasses happens at once: programs may have used a GPU before the control daemon started.
+        // The first look for programs without MPS happens at once: programs may have used a GPU before the control daemon
+        // started.
         self.run.bypasses_at = Some(self.shell.now());
         self.compare_servers();
         self.keep_state_file();
@@ -129,8 +130,8 @@ impl<S: Shell> Serving<'_, S> {
             while ready.is_empty() && self.step(ask_at).await? {
                 ready = self.run.servers.ready();
             }
-            // If the log can't be written, it names no ready server, or names one in a line that a tenant has written. So the
-            // control daemon is asked for the state of the servers.
+            // If the log can't be written, it names no ready server, or names one in a line that a tenant has written. Therefore
+            // the service asks the control daemon for the state of the servers too.
             let asked = if ready.is_empty() { there } else { ready };
             let look = self.shell.inspect(&asked, None).await?;
             if let Some(server) = look.with(&TAKES_LIMITS).last() {

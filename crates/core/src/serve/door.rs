@@ -1,10 +1,12 @@
-//! The door of a control daemon: the links through which programs reach it. The service closes the door before a decision
-//! that depends on the number of clients. With an open door a client could come between the count and the act, and would lose
-//! its work or delay the act.
+//! The door of a control daemon: the links through which programs reach it. The service closes the door before a decision that
+//! depends on the number of clients. With an open door, a client could come after the service has counted the clients and before
+//! the service acts, and the client would lose its work or delay the act.
 //!
-//! Measured: a program that finds no control daemon runs without MPS; a program that finds a socket on which no process
-//! answers waits. So programs wait while the door is closed. The programs are released once a server has the GPUs: in compute
-//! mode `EXCLUSIVE_PROCESS` the driver then refuses them (error 46). In compute mode `DEFAULT` nothing refuses them.
+//! Measured: a program that finds no control daemon runs without MPS; a program that finds a socket on which no process answers
+//! waits. While the door is closed, the links point to a socket on which no process answers, so programs wait. The waiting
+//! programs are released once a server has the GPUs: in compute mode `EXCLUSIVE_PROCESS` the driver then does not let the
+//! released programs use the GPUs without MPS (error 46). In compute mode `DEFAULT` the driver lets the released programs use the
+//! GPUs without MPS.
 
 use alloc::borrow::ToOwned;
 use alloc::format;
@@ -19,7 +21,7 @@ use super::shell::Shell;
 const SETTLING: Duration = Duration::from_millis(250);
 
 /// The time without a client after which a control daemon counts as idle, unless an administrator has asked for its end at once.
-/// A script that runs one program after the other leaves gaps of some milliseconds.
+/// A script that runs one program after the other leaves gaps of some milliseconds without a client.
 pub(super) const QUIET: Duration = Duration::from_secs(2);
 
 /// The state of the links through which programs reach the control daemon.

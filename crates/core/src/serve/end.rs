@@ -48,9 +48,9 @@ impl<S: Shell> Serving<'_, S> {
     }
 
     /// The number of clients of the control daemon. The error is the reason why the number is not known. The control daemon
-    /// itself is asked first. The list of the control daemon is not used if it does not answer, if another control daemon
-    /// answers in its directory, or after a fault. The processes of the control daemon are then looked at: clients need
-    /// servers, which are its children. NVML is asked last.
+    /// itself is asked first. The list of the control daemon is not used if it does not answer, if another control daemon answers
+    /// in its directory, or after a fault. If the list is not used, the service looks at the child processes of the control
+    /// daemon: clients need servers, which are children of the control daemon. NVML is asked last.
     pub(super) async fn in_use(&mut self) -> Result<usize, String> {
         let why = match self.count_its_clients().await {
             Ok(0) if self.is_any_server_faulted().await => {
@@ -116,8 +116,8 @@ impl<S: Shell> Serving<'_, S> {
         self.shell.listener() == Some(self.shell.pid())
     }
 
-    /// Ends the control daemon. The clients of the control daemon, which the caller has reported, end with it. With a permit
-    /// for an unused control daemon, the control daemon stays if a client has come since the count.
+    /// Ends the control daemon together with its clients, which the caller has reported. With a permit for an unused control
+    /// daemon, the control daemon stays if a client has come since the clients were counted.
     ///
     /// # Errors
     /// The control daemon has not ended.
@@ -127,13 +127,14 @@ impl<S: Shell> Serving<'_, S> {
             self.close_door().await?;
             self.end_unused().await?
         } else {
-            // With this permit the control daemon ends whether or not it has clients, so it does not matter if a link can't
-            // be removed.
+            // With a permit for any other cause than `Unused`, the control daemon ends even if it has clients, so it does not
+            // matter if a link can't be removed.
             let _ = self.shell.keep_waiting();
             self.run.door = Door::ClosedForGood;
             if may_end.cause() == Cause::Forced {
-                // The state must show at once that the control daemon is about to end, so that its slices are not given to
-                // new containers. During a stop of the service itself, the service's own state shows that.
+                // The state must show at once that the control daemon is about to end, so that its slices are not given to new
+                // containers. While the service itself is being stopped, the published state of the service shows that all
+                // control daemons end.
                 self.show_state();
             }
             self.shell.quit(may_end).await || self.shell.end_by_signal(may_end).await
@@ -141,15 +142,15 @@ impl<S: Shell> Serving<'_, S> {
         if has_ended {
             return Ok(());
         }
-        // If the request to end the control daemon got lost, the next check finds that it lives. In that case the control
-        // daemon gets its order again, and new clients are let in.
+        // If the request to end the control daemon got lost, the next check finds that it lives. A control daemon that lives on
+        // gets its order again, and new clients are let in.
         let lives = "the control daemon was asked to end, and has not ended yet";
         self.missed(lives.to_owned());
         self.show_state();
         Err(lives.to_owned())
     }
 
-    /// Asks the control daemon to end while the door is closed. Returns true if it has ended.
+    /// Asks the control daemon to end while the door is closed. Returns true if the control daemon has ended.
     async fn end_unused(&mut self) -> Result<bool, String> {
         let Some(may_end) = Permit::unused(self.in_use().await.ok()) else {
             self.open_door();
@@ -159,8 +160,8 @@ impl<S: Shell> Serving<'_, S> {
         if self.shell.quit_if_idle(may_end).await {
             return Ok(true);
         }
-        // The control daemon hangs, or it had a client that the service did not see when it was asked to end. So the clients
-        // of the control daemon are counted again.
+        // The control daemon was asked to end and still runs: it hangs, or it had a client that the service did not see. The
+        // clients of the control daemon are counted again before a signal ends it.
         match Permit::unused(self.in_use().await.ok()) {
             Some(may_end) => Ok(self.shell.end_by_signal(may_end).await),
             None => Ok(false),

@@ -1,5 +1,5 @@
 //! A fatal GPU error of a server: the conditions under which the fault is over, and the processes that may be ended because of
-//! it. The error hits every client on its GPU, and no client on another GPU. A server has the clients of all GPUs of its
+//! it. A fatal GPU error hits every client on its GPU, and no client on another GPU. A server has the clients of all GPUs of its
 //! control daemon.
 
 use alloc::collections::BTreeSet;
@@ -16,8 +16,8 @@ pub const FAULT_PAUSE: Duration = Duration::from_millis(250);
 /// The longest time between two looks at a faulted server: the pause grows with the age of the fault.
 const LONGEST_PAUSE: Duration = Duration::from_secs(5);
 
-/// The time that the service waits for the log to name the clients that were hit. If the log names none by then, the fault
-/// counts as over. The log names the clients within a second, one after the other.
+/// The time that the service waits for the log to name the clients that were hit. If the log names no client within this time,
+/// the fault counts as over. The log names the clients that were hit within a second, one after the other.
 const NAMES_TIMEOUT: Duration = Duration::from_secs(5);
 
 /// The pause before the next look at a fault of this age.
@@ -34,10 +34,11 @@ pub(super) struct Fault {
     pub(super) lines: usize,
     /// The clients that were hit, each as the GPU's ordinal and the PID. A client that uses two GPUs can be hit on both.
     pub(super) clients: BTreeSet<(usize, u32)>,
-    /// The clients that the service has reported as hit. The log may name more later.
+    /// The clients that the service has reported as hit. The log may name further clients later.
     pub(super) told: BTreeSet<(usize, u32)>,
     pub(super) due: CoreTime,
-    /// The reason why the server is not ended though its clients had their time. None if no reason was reported.
+    /// The reason why the server is not ended though its clients had their time to end by themselves. None if no reason was
+    /// reported.
     pub(super) held_up: Option<String>,
 }
 
@@ -72,7 +73,8 @@ impl Fault {
 /// The next step of the service after a fatal GPU error of a server.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum HealStep {
-    /// The server has recovered, so the fault is over. If the log names more clients, they are still reported.
+    /// The server has recovered, so the fault is over. If the log names more clients that were hit, the service still reports
+    /// them.
     Recovered,
     /// The server has ended, so the fault is over.
     ServerGone,
@@ -96,9 +98,9 @@ pub fn next_step(server: ServerStatus, age: Duration, grace: Duration) -> HealSt
     }
 }
 
-/// Returns whether a fault is over, for a driver whose control daemon does not report that: no client that was hit still
-/// runs. None if the log may not have named the clients yet. Until the log has named them, the server is not ended, since it
-/// may have recovered and have other clients.
+/// Returns whether a fault is over, for a driver whose control daemon does not report that: no client that was hit still runs.
+/// None if the log may not have named the clients that were hit yet. Until the log has named the clients that were hit, the
+/// server is not ended, since it may have recovered and have other clients.
 pub fn is_over(hit: &BTreeSet<u32>, is_left: impl Fn(u32) -> bool, age: Duration) -> Option<bool> {
     if hit.is_empty() && age < NAMES_TIMEOUT {
         return None;
@@ -106,8 +108,8 @@ pub fn is_over(hit: &BTreeSet<u32>, is_left: impl Fn(u32) -> bool, age: Duration
     Some(!hit.iter().any(|pid| is_left(*pid)))
 }
 
-/// The decision about a server that is still faulted after its clients had their time to end. The sets are the clients that
-/// still run.
+/// The decision about a server that is still faulted after its clients had their time to end. The set in each variant has the
+/// clients that still run.
 #[derive(Debug, PartialEq, Eq)]
 pub enum AfterGrace {
     /// The server may be ended: all of its clients have lost their work.
@@ -118,10 +120,10 @@ pub enum AfterGrace {
     OthersAreWell(BTreeSet<u32>, usize),
 }
 
-/// Decides about a faulted server with these clients. `named` has the clients that the log has named as hit. The log names none
-/// if it could not be written, or if an earlier service has read that part. A client that the log does not name may have come
-/// between two errors, even to the same GPU. If the control daemon has one GPU and the log names no client, the error has hit
-/// every client.
+/// Decides about a faulted server with these clients. `named` has the clients that the log has named as hit. The log names no
+/// client if the log could not be written, or if an earlier service has read the log's lines about the fault. A client that the
+/// log does not name may have come between two errors, even to the same GPU. If the control daemon has one GPU and the log names
+/// no client, the error has hit every client.
 pub fn after_grace(named: &BTreeSet<u32>, has_one_gpu: bool, clients: BTreeSet<u32>) -> AfterGrace {
     if named.is_empty() && !has_one_gpu {
         return AfterGrace::GpuNotKnown(clients);

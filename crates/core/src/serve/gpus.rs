@@ -19,7 +19,7 @@ pub type SeenGpus = BTreeMap<GpuUuid, Result<SeenGpu, String>>;
 pub struct SeenGpu {
     /// True if the GPU has the service's compute mode.
     pub has_our_mode: bool,
-    /// The processes on the GPU. An error is the reason why NVML does not list them.
+    /// The processes on the GPU. An error is the reason why NVML does not list the processes.
     pub processes: Result<Vec<GpuProcess>, String>,
 }
 
@@ -39,8 +39,8 @@ pub enum GpuNews {
 
 /// The questions and acts about GPUs that the core needs.
 pub trait GpuShell: Send {
-    /// Asks NVML about each of these GPUs. All questions run on one thread, unless a GPU is known to hang. None if the running
-    /// control daemon has ended meanwhile.
+    /// Asks NVML about each of these GPUs. All questions to NVML run on one thread, unless a GPU is known to hang. None if the
+    /// running control daemon has ended before NVML has answered.
     fn read_gpus(
         &mut self,
         gpus: &[GpuUuid],
@@ -53,7 +53,7 @@ pub trait GpuShell: Send {
     /// Shows the reason why a GPU is left out, in words. An empty text means that the GPU is not left out.
     fn show_left_out(&mut self, gpu: &GpuUuid, why: String);
 
-    /// The process that has this PID now. None if no process has it.
+    /// The process that has this PID now. None if no process has this PID.
     fn process(&self, pid: u32) -> Option<ProcessId>;
 
     /// Shows the processes that use a GPU without a server of the control daemon, and if they prevent the start of a server.
@@ -89,7 +89,7 @@ impl LeftOut {
     }
 }
 
-/// The GPUs of an order that are left out since the last look, and the facts that the looks have found. The value stays when
+/// The GPUs of an order that are left out since the last look, and the facts that the looks have found. A `GpuReach` stays when
 /// the control daemon is replaced.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct GpuReach {
@@ -100,7 +100,8 @@ pub struct GpuReach {
     /// now, another program has changed it.
     had_our_mode: BTreeSet<GpuUuid>,
     processes: ProcessesOnGpus,
-    /// The GPUs whose processes NVML did not list at the last look. For these GPUs the last list still counts.
+    /// The GPUs whose processes NVML did not list at the last look. For the GPUs in `unlisted`, the last list of processes still
+    /// counts.
     unlisted: BTreeSet<GpuUuid>,
     bypasses: Bypasses,
 }
@@ -129,8 +130,8 @@ impl GpuReach {
         format!("no GPU of this control daemon can be served{why}")
     }
 
-    /// Looks at each GPU of the order. Leaves a GPU out, or takes it in again; the other GPUs stay served. Returns the
-    /// processes on each GPU. None if the control daemon has ended meanwhile.
+    /// Looks at each GPU of the order. Leaves a GPU out if the GPU can't be served, or takes it in again; the other GPUs stay
+    /// served. Returns the processes on each GPU. None if the control daemon has ended during the look.
     pub(super) async fn look(
         &mut self,
         shell: &mut impl GpuShell,
@@ -168,7 +169,7 @@ impl GpuReach {
         Some(self.processes.clone())
     }
 
-    /// Leaves a GPU out for the reason `why`. With None, takes the GPU in again.
+    /// Leaves a GPU out for the reason `why`. If `why` is None, takes the GPU in again.
     fn leave_out(&mut self, shell: &mut impl GpuShell, wanted: &Wanted, gpu: &GpuUuid, why: Option<LeftOut>) {
         shell.show_left_out(gpu, why.as_ref().map(LeftOut::describe).unwrap_or_default());
         let has_changed = self.left_out.get(gpu).map(discriminant) != why.as_ref().map(discriminant);
@@ -259,7 +260,8 @@ impl GpuReach {
     }
 
     /// Looks for bypasses among these processes: processes that are neither servers nor clients of the control daemon. On a GPU
-    /// whose processes are not listed, the last result stays. Returns the moment from which the next look can confirm a bypass.
+    /// whose processes NVML does not list, the bypasses that the last look has found stay. Returns the moment from which the next
+    /// look can confirm a bypass.
     pub(super) fn find_bypasses(
         &mut self,
         shell: &mut impl GpuShell,

@@ -27,7 +27,7 @@ impl Revival {
         Self { pause: Duration::ZERO, last_success: now }
     }
 
-    /// The moment at which the next server starts. After the end of that server, the pause is longer.
+    /// The moment at which the next server starts. If the next server ends too, the pause before its successor is longer.
     fn next(&mut self, now: CoreTime) -> CoreTime {
         let revive_at = now + self.pause;
         self.pause = next_pause(self.pause);
@@ -49,7 +49,8 @@ impl<S: Shell> Serving<'_, S> {
         }
     }
 
-    /// Records that the log reports a fatal GPU error of the server. The error may be another error than the known one.
+    /// Records that the log reports a fatal GPU error of the server. The reported error may be another error than the error that
+    /// the service already knows.
     pub(super) fn fault_told(&mut self, server: u32) {
         self.fault_seen(server);
         if let Some(fault) = self.fault() {
@@ -64,8 +65,8 @@ impl<S: Shell> Serving<'_, S> {
     /// Records that the log reports a client that loses its work because of the fault.
     pub(super) fn client_hit(&mut self, server: u32, client: u32, ordinal: usize) {
         self.fault_seen(server);
-        // The client may run for only another moment, and a service that has started after the client may not know it. So the
-        // register looks at the client now.
+        // The client may run for only another moment, and a service that has started after the client may not know it. The
+        // register therefore looks at a client that was hit at once.
         self.shell.remember_clients(&[client].into());
         if let Some(fault) = self.fault() {
             fault.clients.insert((ordinal, client));
@@ -82,8 +83,8 @@ impl<S: Shell> Serving<'_, S> {
         let known = fault.clone();
         let status = self.server_status(server).await?;
         match next_step(status, age, self.wanted.fault_grace) {
-            // Another control daemon has the directory and has answered. That control daemon does not know the server, so its
-            // answer says nothing about the server.
+            // Another control daemon has taken the directory of this control daemon, and has answered. The other control daemon
+            // does not know the faulted server, so its answer says nothing about this server.
             HealStep::Recovered | HealStep::ServerGone if self.place_is_taken() => {}
             HealStep::Recovered => self.well_again(server).await?,
             HealStep::ServerGone => self.server_gone(server).await,
@@ -98,7 +99,7 @@ impl<S: Shell> Serving<'_, S> {
     /// Looks if a client that was hit still runs. A control daemon of driver 535 can't report the status of its server.
     async fn look_for_those_hit(&mut self, server: u32) -> Result<(), Failure> {
         let clients = self.shell.clients(&[server]).await?;
-        // Another control daemon may have taken the directory, and then has listed its own clients.
+        // Another control daemon may have taken the directory of this control daemon, and may have listed its own clients.
         if self.place_is_taken() {
             return Ok(());
         }
@@ -112,7 +113,8 @@ impl<S: Shell> Serving<'_, S> {
         match is_over(&hit, |pid| left.contains(&pid), now.saturating_sub(fault.since)) {
             None => {}
             Some(true) => {
-                // The last client that was hit has ended. The server recovers a moment later.
+                // The last client that was hit has ended. The server recovers a moment after its last client that was hit has
+                // ended.
                 self.shell.pause(FAULT_PAUSE).await;
                 self.well_again(server).await?;
             }
@@ -129,8 +131,8 @@ impl<S: Shell> Serving<'_, S> {
 
     async fn well_again(&mut self, server: u32) -> Result<(), Failure> {
         let known = self.run.blockers.fault().cloned();
-        // A faulted server takes no limits, and the order may have changed meanwhile. So the server gets the limits of the
-        // order now.
+        // A faulted server takes no limits, and the order may have changed while the server was faulted. A server that has
+        // recovered gets the limits of the order now.
         if self.run.configured && !self.wanted.retiring {
             let limits = self.limits();
             self.set_live(server, &limits).await?;
@@ -146,8 +148,8 @@ impl<S: Shell> Serving<'_, S> {
         Ok(())
     }
 
-    /// The UUIDs of the GPUs that the log has named as hit. The log names none if it could not be written, or if an earlier
-    /// service has read that part.
+    /// The UUIDs of the GPUs that the log has named as hit. The log names no GPU if the log could not be written, or if an
+    /// earlier service has read the log's lines about the fault.
     fn gpus_hit(&self) -> BTreeSet<String> {
         let hit = self.run.blockers.fault().into_iter().flat_map(|fault| &fault.clients);
         hit.filter_map(|(ordinal, _)| self.run.gpus.get(*ordinal)).cloned().collect()
@@ -213,9 +215,9 @@ impl<S: Shell> Serving<'_, S> {
     }
 
     /// Asks for the end of a server whose clients have lost their work. Returns true if the end was asked for. Before the door
-    /// was closed, the server may have recovered, got other clients, and met a further error, which the log may not report. So
-    /// the service asks for the status of the server last: a faulted server takes no client, and a server that recovers behind
-    /// the closed door gets none.
+    /// was closed, the server may have recovered, got other clients, and met a further error, which the log may not report.
+    /// Therefore the service asks for the status of the server last, behind the closed door: a faulted server takes no client,
+    /// and a server that recovers while the door is closed gets no client.
     async fn end_faulted(
         &mut self,
         known: &Fault,
@@ -228,8 +230,8 @@ impl<S: Shell> Serving<'_, S> {
         if !is_same || self.server_status(server).await? != ServerStatus::Fault {
             return Ok(false);
         }
-        // The control daemon answers again, so programs can reach the server. A link that could not be removed while it did
-        // not answer is removed first.
+        // The control daemon answers again, so programs can reach the server. A link that could not be removed while the control
+        // daemon did not answer is removed first.
         if self.shell.keep_waiting().is_err() {
             return Ok(false);
         }
@@ -346,8 +348,8 @@ impl<S: Shell> Serving<'_, S> {
         let words = self.shell.words();
         let reason = match (gone, exit) {
             (Some(server), _) => format!("server {server} has ended{words}"),
-            // The end was in the log before the process was seen to end, or the server has ended before the service watched
-            // its process.
+            // The log reported the end of the server before the service saw its process end, or the server has ended before the
+            // service watched its process.
             (None, Some((server, status))) => format!("server {server} exited with status {status}{words}"),
             (None, None) => format!("the server has ended{words}"),
         };
@@ -361,8 +363,8 @@ impl<S: Shell> Serving<'_, S> {
         let before = self.run.blockers.revival().map(|(_, reason)| reason.to_owned()).unwrap_or_default();
         self.run.blockers.clear(ClearedBy::Revival);
         let limits = self.limits();
-        // Another program may have changed the defaults of the control daemon, with which the next server starts. So the
-        // defaults are read and corrected first.
+        // Another program may have changed the defaults of the control daemon, with which the next server starts. The defaults
+        // are therefore read and corrected before the next server starts.
         let look = self.shell.inspect(&[], Some(&limits)).await?;
         self.keep_defaults(&look, &limits).await?;
         match self.prewarm(&limits).await {

@@ -32,7 +32,7 @@ impl<S: Shell> Serving<'_, S> {
         self.shell.inspect(&servers, Some(&limits)).await
     }
 
-    /// Sets the limits again if another program has changed them.
+    /// Sets the limits of the order again if another program has changed the limits in force.
     pub(super) async fn keep_limits(&mut self, look: &Inspection) -> Result<(), Failure> {
         if self.wanted.retiring || !self.run.configured {
             return Ok(());
@@ -53,7 +53,8 @@ impl<S: Shell> Serving<'_, S> {
         Ok(())
     }
 
-    /// Sets the defaults for servers that are started later again, if another program has changed them.
+    /// Sets the control daemon's defaults again, which are the limits of servers that are started later, if another program has
+    /// changed the defaults.
     pub(super) async fn keep_defaults(&mut self, look: &Inspection, limits: &Limits) -> Result<(), Failure> {
         if let Some(found) = look.differences.get(&None) {
             self.shell.tell(
@@ -83,8 +84,8 @@ impl<S: Shell> Serving<'_, S> {
                     let ask_at = self.shell.now() + SERVER_PAUSE;
                     while self.step(ask_at).await? {}
                 }
-                // An earlier service may have read the log's lines about the error, so the server's status reports it. The
-                // server gets its limits when it has recovered.
+                // An earlier service may have read the log's lines about a fatal GPU error of the server, so this service learns
+                // of the error from the server's status. A faulted server gets its limits when it has recovered.
                 ServerStatus::Fault if self.still_faulted(server).await? => {
                     self.fault_seen(server);
                     return Ok(());
@@ -104,8 +105,8 @@ impl<S: Shell> Serving<'_, S> {
         self.give(server, limits).await
     }
 
-    /// The limits of a server that differ from the order, in words. The log is exact, but does not report a percentage that is
-    /// changed while the server runs.
+    /// The limits of a server that differ from the order, in words. The limits in the log are exact, but the log does not report
+    /// a percentage that is changed while the server runs.
     fn difference(&self, look: &Inspection, server: u32, limits: &Limits) -> Option<String> {
         let written = self.run.servers.get(server).and_then(|known| known.differs_from(limits));
         written.or_else(|| look.differences.get(&Some(server)).cloned())
@@ -145,8 +146,8 @@ impl<S: Shell> Serving<'_, S> {
         let in_force = |known: &Server| known.has_written(limits) && known.differs_from(limits).is_none();
         while !self.run.servers.get(server).is_some_and(in_force) && self.step(deadline).await? {}
         if !self.run.servers.get(server).is_some_and(|known| known.has_written(limits)) {
-            // The disk may be full, so the log lacks these lines. The limits are set and then read from the control daemon,
-            // which rounds them to a GiB.
+            // The log lacks the lines with the server's limits: the disk may be full. If the log lacks these lines, the service
+            // sets the limits and then reads them from the control daemon, which rounds them to a GiB.
             self.shell.set_limits(Some(server), limits).await?;
             self.shell.tell(
                 News::Warning,
