@@ -2,7 +2,7 @@
 //! processes and without, and a service that remembers only what is in the state file.
 
 // clippy.toml allows `unwrap` and the like only in functions marked as tests. The helper functions of this file are not
-// marked, and call `unwrap` too.
+// marked as tests, and call `unwrap` too.
 #![allow(clippy::unwrap_used)]
 
 use std::cmp::Ordering;
@@ -147,7 +147,8 @@ impl Host {
         }
     }
 
-    /// The service binds a control group. Before that, it ends the bindings whose control groups have ended.
+    /// The service binds a control group. Before the service binds a control group, it ends the bindings whose
+    /// control groups have ended.
     fn bind(&mut self, path: &'static str, by: BoundBy, slices: &BTreeSet<u8>, shares: bool) {
         let Some((inode, _)) = self.groups.get(path).copied() else { return };
         self.drop_ended();
@@ -268,7 +269,7 @@ fn bindings_are_bounded() {
     bindings.bind(binding(5000), false, |_| 1).unwrap();
 }
 
-/// The documentation of Bind has this number: 24 MiB.
+/// The documentation of the method Bind on D-Bus names 24 MiB as the limit of all bindings together.
 #[test]
 fn all_bindings_together_have_24_mib() {
     assert_eq!(MOST_BYTES, 24 * 1024 * 1024);
@@ -404,7 +405,7 @@ fn a_pod_keeps_its_slice_while_its_container_is_started_again() {
     assert_eq!(bindings.end(1000, |_| GroupUse::Gone).len(), 1);
 }
 
-/// The kubelet's control groups with both of its drivers, and with a configured root.
+/// The kubelet's control groups with both of the kubelet's cgroup drivers, and with a configured root control group.
 #[test]
 fn a_pod_is_the_control_group_below_those_of_the_kubelet() {
     for (path, pod) in [

@@ -1,9 +1,9 @@
-//! Defects that were, or could be, in the core: each is put back into the code, and some history must find it. This test
-//! shows that the histories reach the states for which they are made.
+//! Defects that were, or could be, in the core: the test puts each defect back into the code, and some random history
+//! must find the defect. This test shows that the histories reach the states for which they are made.
 //!
 //! One copy of the core has all defects, so it is built once. The environment variable `DEFECT` names the defect that is active;
-//! without it the copy works like the core. So the replacement of a piece of code has both variants, and asks `PUT_BACK`, which
-//! is true only for this defect:
+//! without this variable the copy works like the core. The replacement of a piece of code has the correct variant and the
+//! variant with the defect, and asks `PUT_BACK`, which is true only if this defect is active:
 //!
 //! ```text
 //! today:  "if well == 0 {"
@@ -14,7 +14,7 @@
 //! of a file.
 
 // clippy.toml allows `unwrap` and the like only in functions marked as tests. The helper functions of this file are not
-// marked, and call `unwrap` too.
+// marked as tests, and call `unwrap` too.
 #![allow(clippy::unwrap_used, clippy::panic)]
 
 use std::fs;
@@ -27,9 +27,9 @@ use std::thread;
 /// The number of histories that must be enough to find a defect.
 const HISTORIES: &str = "10000";
 
-/// The defects that only one history in thousands finds, each with a seed shortly before such a history: the histories are tried
-/// from there on. After a change of the world, other histories may find the defect: `HISTORIES=100000 ONLY=NAME` searches for
-/// them.
+/// The defects that only one history in thousands finds, each with a seed shortly before such a history: the test tries the
+/// histories from this seed on. After a change of the world, other histories may find the defect, and a run with
+/// `HISTORIES=100000 ONLY=NAME` searches for them.
 const SEEDS: &[(&str, &str)] = &[
     ("a container that has ended keeps its slice from its successor", "27900"),
     ("clients of one GPU are ended for a fault that may have been on another", "238200"),
@@ -41,8 +41,8 @@ const SEEDS: &[(&str, &str)] = &[
     ("a request believes the list of clients after a fatal GPU error", "6200"),
 ];
 
-/// The number of histories for the copy without an active defect. That copy is the same as the present core, which
-/// `histories.rs` tests.
+/// The number of histories for the copy without an active defect. The copy without an active defect works like the
+/// present core, which `histories.rs` tests.
 const HISTORIES_WITHOUT: &str = "1000";
 
 /// A defect: its name, its file, the present text, the text that brings the defect back if it is active, and the promise that is
@@ -738,7 +738,7 @@ pub(crate) fn is_put_back(name: &str) -> bool {
 }
 "#;
 
-/// The Cargo.toml of the copies. The crates belong to no other workspace, and need only each other.
+/// The Cargo.toml of the copies. The copied crates belong to no other workspace, and need only each other.
 const CORE: &str = r#"
 [workspace]
 [package]
@@ -784,7 +784,7 @@ fn copy(to: &Path) {
     fs::write(&path, fs::read_to_string(&path).unwrap() + CHOICE).unwrap();
 }
 
-/// Builds the histories of the copy. Returns the path of their program.
+/// Builds the histories of the copy. Returns the path of the program that runs the histories.
 fn build(copy: &Path) -> PathBuf {
     let built = Command::new(env!("CARGO"))
         .args(["test", "--offline", "--no-run", "--message-format=json", "--test", "histories"])

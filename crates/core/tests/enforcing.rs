@@ -1,8 +1,8 @@
-//! The end of the newest clients of a slice that is over its budget: which client ends first, which is spared and for how long.
-//! Combinations with other events are in the histories.
+//! The end of the newest clients of a slice that is over its budget: which client ends first, which client is spared, and for
+//! how long. The random histories test combinations with other events.
 
 // clippy.toml allows `unwrap` and the like only in functions marked as tests. The helper functions of this file are not
-// marked, and call `unwrap` too.
+// marked as tests, and call `unwrap` too.
 #![allow(clippy::unwrap_used)]
 
 use std::time::Duration;
@@ -33,8 +33,8 @@ fn the_newest_go_until_the_rest_fits() {
     assert_eq!(asked, [4, 3]);
     assert_eq!(states(&enforced), [(4, VictimState::Ended), (3, VictimState::Ended)]);
     assert_eq!((enforced.victims[0].slice, enforced.broken_off), (SLICE, None));
-    // Clients whose work was ended stay in the control daemon's list until their next call to CUDA. Such clients do not count
-    // for the budget any more.
+    // Clients whose work was ended stay in the control daemon's list until their next call to CUDA. A client whose work was
+    // ended does not count for the budget any more.
     later(&mut story, 5);
     assert_eq!(story.attempt().0, [0; 0]);
     // Client 3, which was ended, connects again and starts work.
@@ -51,7 +51,8 @@ fn one_that_cannot_be_ended_is_left_alone_longer_each_time_and_the_next_newest_g
     assert_eq!(asked, [2], "the rest fits without it");
     let stays = VictimState::Stays("it stays stopped".to_owned());
     assert_eq!(states(&enforced), [(3, stays.clone()), (2, VictimState::Ended)]);
-    // A new client comes and is ended. The client that a debugger holds is tried again after 1 s, and then after 2 s.
+    // A new client comes and is ended. After 1 s, and then after 2 s, the service tries again to end the client that
+    // a debugger holds.
     story.host().member(4, 40, 4);
     later(&mut story, 1);
     assert_eq!(states(&story.attempt().1), [(4, VictimState::Ended)]);
@@ -90,7 +91,8 @@ fn one_that_may_have_lost_its_work_is_settled_before_anybody_else_is_touched() {
     assert_eq!(asked, [3]);
     assert_eq!(states(&enforced), [(3, VictimState::Unknown("an answer got lost".to_owned()))]);
     assert_eq!(enforced.broken_off.as_deref(), Some("an answer got lost"));
-    // A newer client comes. The newer client is ended only after the client whose answer got lost was tried again.
+    // A newer client comes. The service ends the newer client only after it has tried again to end the client about
+    // which the control daemon's answer got lost.
     story.host().member(4, 40, 4);
     story.list_members();
     assert_eq!(story.attempt().0, [0; 0], "it is tried again after a pause");

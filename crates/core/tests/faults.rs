@@ -1,4 +1,5 @@
-//! All small cases of a fault: the clients that were hit may be ended, and never a bystander.
+//! All cases of a fatal GPU error with up to four clients: clients that the error has hit may be ended, and other
+//! clients are never ended.
 
 use std::collections::BTreeSet;
 use std::time::Duration;

@@ -5,7 +5,7 @@
 //! shortened.
 
 // clippy.toml allows `unwrap` and the like only in functions marked as tests. The helper functions of this file are not
-// marked, and call `unwrap` too.
+// marked as tests, and call `unwrap` too.
 #![allow(
     clippy::unwrap_used,
     clippy::expect_used,
@@ -43,8 +43,8 @@ fn history(seed: u64) -> Vec<u64> {
     (1..=length).map(|step| mixed(seed.wrapping_mul(0x0100_0000_01b3).wrapping_add(step))).collect()
 }
 
-/// The mood of the history with this seed. Nearly half of the histories have mostly faults, some have only orders, and some
-/// have mostly requests of tenants.
+/// The mood of the history with this seed, which decides the frequent kinds of events. Nearly half of the histories have
+/// mostly faults, some have only orders, and some have mostly requests of tenants.
 fn mood(seed: u64) -> Mood {
     match seed % 16 {
         2 | 6 | 14 => Mood::Tenants,
@@ -102,7 +102,8 @@ fn story(seed: u64) -> String {
     format!("{why}\n{} steps:\n{story}", steps.len())
 }
 
-/// The scripts that are also tried on a simulated host: the promises hold in them, and each kind of act occurs.
+/// The promises hold in the scripts that are also tried on a simulated host, and each kind of act occurs in these
+/// scripts.
 #[test]
 fn scripts_try_every_kind_of_deed() {
     let play = |seed| {
@@ -130,8 +131,8 @@ fn what_must_hold_holds_in_every_history() {
     let until = number("MODEL_SECONDS").map(|seconds| Instant::now() + Duration::from_secs(seconds));
     let most = number("HISTORIES").unwrap_or(if until.is_some() { u64::MAX } else { HISTORIES });
     let (next, failed) = (AtomicU64::new(0), OnceLock::new());
-    // Several threads may fail, and each panic would be printed. So the hook is silent, and the test prints one failure at
-    // the end.
+    // Several threads may fail, and each panic would be printed. The panic hook prints nothing, so that the test prints
+    // only one failure at the end.
     panic::set_hook(Box::new(|_| {}));
     let try_on = || {
         while failed.get().is_none() && until.is_none_or(|until| Instant::now() < until) {

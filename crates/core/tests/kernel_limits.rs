@@ -1,7 +1,7 @@
 //! The memory limits that follow from bindings.
 
 // clippy.toml allows `unwrap` and the like only in functions marked as tests. The helper functions of this file are not
-// marked, and call `unwrap` too.
+// marked as tests, and call `unwrap` too.
 #![allow(clippy::unwrap_used)]
 
 use std::collections::BTreeMap;
@@ -31,8 +31,8 @@ fn bindings(of_groups: &[(&str, &[Slice])]) -> Bindings<Slice> {
     of_groups.iter().map(binding).collect()
 }
 
-/// The GPU of a slice, and the slice's memory in MiB. Slices of A have 10 MiB and one for each ordinal, slices of B a
-/// thousand. No other GPU is served.
+/// The GPU of a slice, and the slice's memory in MiB. A slice of GPU A has 10 MiB and as many further MiB as its
+/// ordinal says; a slice of GPU B has 1000 MiB. No other GPU is served.
 fn memory_of((gpu, ordinal): &Slice) -> Option<(&'static str, u64)> {
     match *gpu {
         "A" => Some(("A", 10 + u64::from(*ordinal))),
@@ -55,8 +55,8 @@ fn a_control_group_may_have_the_memory_of_its_slices_and_of_the_slices_inside_it
     for (of_groups, wanted) in [
         (&[("/a", &[("A", 1)][..])][..], &[("/a A", 11)][..]),
         (&[("/a", &[("A", 1), ("A", 2), ("B", 0), ("C", 0)])], &[("/a A", 23), ("/a B", 1000)]),
-        // For a control group, the slices of the control groups inside it count, too. A path that only begins alike (`/ab`)
-        // does not count, and no slice counts twice.
+        // For a control group, the slices of the control groups inside it count, too. A control group whose path only
+        // begins with the same letters (`/ab`) is not inside the control group `/a`, and no slice counts twice.
         (
             &[
                 ("/a", &[("A", 0)]),
@@ -89,8 +89,8 @@ fn a_control_group_may_have_the_memory_of_its_slices_and_of_the_slices_inside_it
     }
 }
 
-/// If a refused limit was tried again, each new binding would cause an attempt for all limits, and a host may have
-/// thousands.
+/// If the service tried a limit again that the kernel has refused, each new binding would cause an attempt for all
+/// refused limits, and a host may have thousands of limits.
 #[test]
 fn a_refused_limit_is_not_tried_again_for_a_new_one_beside_it() {
     let place = |path: &str| LimitedGroup { gpu: "A", group: group(path) };

@@ -1,7 +1,7 @@
 //! Stories of the links through which clients find a control daemon, with directories in memory.
 
 // clippy.toml allows `unwrap` and the like only in functions marked as tests. The helper functions of this file are not
-// marked, and call `unwrap` too.
+// marked as tests, and call `unwrap` too.
 #![allow(clippy::unwrap_used)]
 
 use std::collections::{BTreeMap, BTreeSet};
@@ -146,7 +146,7 @@ impl Directories<Path> for Disk {
 
     fn release(&mut self, pipe: &Path, slices_in: Option<&Path>, names: &BTreeSet<String>) {
         self.kept.remove(*pipe);
-        // Without the directory that contains the slices' directories, the names belong to no place.
+        // Without the directory that contains the slices' directories, the names refer to no directories.
         if slices_in.is_some() {
             self.kept.retain(|name| !names.contains(name));
         }
@@ -271,7 +271,8 @@ fn one_that_retires_leads_nobody_and_keeps_nothing() {
     assert_eq!(disk.slices.values().collect::<Vec<_>>(), [&ANOTHERS], "the next one's link stays");
     assert!(disk.kept.is_empty());
     assert_eq!(links.missing(), &missing(None, &[]));
-    // An order that lets the control daemon serve again has the same limits, so its links come back at once.
+    // An order that lets the control daemon serve again has the same limits, so the control daemon's links come back
+    // at once.
     assert!(links.pursue(wanted()));
     links.apply(&mut disk, &nobody()).unwrap();
     assert_eq!(disk.leading_to_ours(), ["pipe", "s-0", "s-1"]);
@@ -290,12 +291,13 @@ fn another_order_leads_nobody_new_until_its_limits_are_told() {
     assert_eq!(disk.leading_to_ours(), ["pipe", "s-1"], "a slice of before has gone, and the others stay");
     assert_eq!(links.missing(), &missing(None, &[("s-2", "slices/s-2 leads to no control daemon yet")]));
     assert!(disk.kept.is_empty());
-    // The control daemon has the limits of the former order, which differ from those of the present order. So only the old
-    // links are made.
+    // The control daemon has the limits of the former order, which differ from those of the present order, so the service
+    // makes only links that the former order has too.
     links.lead(linked(), &wanted());
     links.apply(&mut disk, &nobody()).unwrap();
     assert_eq!(disk.leading_to_ours(), ["pipe", "s-1"]);
-    // The control daemon has got its limits with an order to retire. The limits are the same, so all links are made.
+    // The control daemon has got its limits with an order to retire. The limits of both orders are the same, so the
+    // service makes all links of the new order.
     links.lead(linked(), &WantedLinks { retiring: true, ..more });
     links.apply(&mut disk, &nobody()).unwrap();
     assert_eq!(disk.leading_to_ours(), ["pipe", "s-1", "s-2"]);
@@ -519,7 +521,8 @@ fn the_next_one_of_the_same_order_finds_its_directories_kept() {
     assert_eq!(links.take_events().renewed, [Way::Pipe].into(), "its news are told after its end");
     links.apply(&mut disk, &nobody()).unwrap();
     assert_eq!(links.missing(), &missing(None, &[]), "nobody runs");
-    // The next control daemon gets its limits first. Links of the former control daemon do not count as its own.
+    // The next control daemon gets its limits before it gets links. Links of the former control daemon do not count
+    // as links of the next control daemon.
     links.lead(linked(), &retiring());
     disk.pipes.clear();
     links.apply(&mut disk, &nobody()).unwrap();
@@ -532,7 +535,7 @@ fn the_door_of_the_next_one_leads_nobody_to_it_before_its_limits_are_told() {
     let mut links = leading(&mut disk);
     links.end(&mut disk);
     links.apply(&mut disk, &nobody()).unwrap();
-    // The control daemon has failed and is to be ended, but it still runs.
+    // The control daemon has failed and should be ended, but still runs.
     links.keep_waiting();
     links.apply(&mut disk, &nobody()).unwrap();
     links.reopen_ways();
@@ -560,7 +563,7 @@ fn a_service_that_ends_gives_the_directories_back() {
     assert!(disk.kept.is_empty());
     links.apply(&mut disk, &nobody()).unwrap();
     assert_eq!(disk.kept.len(), 3, "only for a moment");
-    // Released are the directories of the new order, and those of the running control daemon.
+    // The service stops protecting the directories of the new order, and those of the running control daemon.
     disk.kept.insert("elsewhere".to_owned());
     links.pursue(WantedLinks { pipe: "elsewhere", ..wanted() });
     links.release_for_good(&mut disk);

@@ -1,8 +1,8 @@
 //! Requests to end GPU work: which clients are meant if several containers match, or if the slices of a client are not known.
-//! Combinations with failures are in the histories.
+//! The random histories test combinations with failures.
 
 // clippy.toml allows `unwrap` and the like only in functions marked as tests. The helper functions of this file are not
-// marked, and call `unwrap` too.
+// marked as tests, and call `unwrap` too.
 #![allow(clippy::unwrap_used)]
 
 use std::time::Duration;

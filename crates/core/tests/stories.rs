@@ -2,7 +2,7 @@
 //! ask the core meanwhile.
 
 // clippy.toml allows `unwrap` and the like only in functions marked as tests. The helper functions of this file are not
-// marked, and call `unwrap` too.
+// marked as tests, and call `unwrap` too.
 #![allow(clippy::unwrap_used, clippy::panic, clippy::unnecessary_wraps)]
 
 use std::collections::{BTreeMap, BTreeSet};
@@ -76,7 +76,7 @@ fn a_gpu_is_waited_for_until_its_last_client_has_ended() {
     let both = [order("shared", &["A", "B"])];
     assert_eq!(told(&core.on(demand(&both), NOW)), ["A: interrupt"]);
     assert_eq!(told(&core.on(done("A", runs(&["A"]), ActOutcome::Interrupted), NOW)), ["A: Serve, retiring"]);
-    // The core also answers questions of other parts of the service meanwhile:
+    // During the wait the core also answers questions of other parts of the service.
     assert_eq!(core.pending().map(|order| order.id.to_string()).collect::<Vec<_>>(), ["shared"]);
     assert_eq!(core.held(&DaemonId::Shared), BTreeMap::from([("A".to_owned(), "A".into())]));
     assert_eq!(core.kept(), core.held(&DaemonId::Shared));
@@ -224,7 +224,7 @@ fn a_gpu_that_programs_without_mps_hold_is_closed_to_more_of_them() {
     let taken = CoreEvent::ModeDone { gpu: "A".to_owned(), outcome: mps_core::ModeOutcome::Taken };
     assert_eq!(told(&core.on(taken, NOW)), [""; 0]);
     assert_eq!(told(&core.on(demand(Configured::default(), Vec::new()), NOW)), ["put the mode of A back"]);
-    // If the mode can't be restored, the core tries again only with the next plan.
+    // If the compute mode of a GPU can't be restored, the core tries again only with the next plan.
     let stays = || CoreEvent::ModeDone { gpu: "A".to_owned(), outcome: mps_core::ModeOutcome::Stays };
     assert_eq!(told(&core.on(stays(), NOW)), [""; 0]);
     assert_eq!(told(&core.on(demand(Configured::default(), Vec::new()), NOW)), ["put the mode of A back"]);
@@ -248,7 +248,8 @@ fn a_mode_that_nobody_has_set_is_not_put_back() {
     core.on(demand(&[]), NOW);
     core.on(done("A", runs(&["A"]), ActOutcome::Interrupted), NOW);
     assert_eq!(told(&core.on(done("A", None, ActOutcome::Ended), NOW)), ["A: release"]);
-    // An earlier service has left this control daemon, and it has ended meanwhile.
+    // An earlier process of the service has left this control daemon running, and the control daemon has ended
+    // meanwhile.
     let left = runs(&["A"]).map(|one| ("A".into(), one));
     let mut core = Core::new(left.into_iter().collect(), BTreeSet::new());
     assert_eq!(
@@ -342,7 +343,7 @@ fn one_that_ends_since_mps_was_disabled_comes_again_when_it_is_enabled() {
     assert_eq!(told(&core.on(disabled, NOW)), ["A: interrupt"]);
     let acts = core.on(done("A", runs(&["A"]), ActOutcome::Interrupted), NOW);
     assert_eq!(told(&acts), ["A: End(Disabled)"]);
-    // The control daemon is already ending, and that can't be taken back.
+    // The control daemon is already ending, and the request to end can't be taken back.
     assert_eq!(told(&core.on(demand(&[order("A", &["A"])]), NOW)), [""; 0]);
     assert_eq!(told(&core.on(done("A", None, ActOutcome::Ended), NOW)), ["A: Start"]);
 }

@@ -1,4 +1,5 @@
-//! The settings of a container to which the kubelet gives slices, or the reason why it does not get them. A pure function.
+//! The settings of a container to which the kubelet gives slices, or the reason why the container does not get the slices.
+//! A pure function.
 
 use std::collections::BTreeSet;
 
@@ -73,16 +74,16 @@ fn one_of_each_gpu(names: &[String]) -> Result<(), RefusedAllocation> {
     Ok(())
 }
 
-/// The CDI devices of one slice: NVIDIA's device for the GPU, and the service's device for the slice, with a hook that binds the
-/// container.
+/// The settings with the CDI devices of one slice, which are NVIDIA's device for the GPU, and the service's device for the
+/// slice, with a hook that binds the container.
 pub(crate) fn by_cdi(slice: &NodeSlice) -> Result<ContainerSettings, RefusedAllocation> {
     let cdi_devices = vec![cdi_of_gpu(slice)?, own_cdi(&slice.name)];
     Ok(ContainerSettings { cdi_devices, ..ContainerSettings::default() })
 }
 
-/// The settings with CDI devices for slices of several GPUs. The service's devices for slices would overwrite each
-/// other's limits. So the environment and the mounts are made for all slices together, and each slice adds only the
-/// device that has nothing but the hook.
+/// The settings with CDI devices for slices of several GPUs. The service's CDI devices for several slices would
+/// overwrite each other's limits, so the environment and the mounts are made for all slices together, and each slice
+/// adds only a CDI device that contains nothing but the hook.
 pub(crate) fn by_cdi_of_gpus(
     slices: &[NodeSlice],
     config: ContainerAnswer,
@@ -90,7 +91,8 @@ pub(crate) fn by_cdi_of_gpus(
     let mut cdi_devices = slices.iter().map(cdi_of_gpu).collect::<Result<Vec<_>, _>>()?;
     cdi_devices.extend(slices.iter().map(|slice| own_cdi(&binding_device(&slice.name))));
     let mut settings = settings(config);
-    // NVIDIA's runtime would add the GPUs of these variables once more, so they are removed.
+    // NVIDIA's runtime would add the GPUs of `NVIDIA_VISIBLE_DEVICES` once more, so the variables that give GPUs are
+    // removed.
     settings.environment.retain(|name, _| !gives_gpus(name));
     Ok(ContainerSettings { cdi_devices, ..settings })
 }
@@ -124,8 +126,8 @@ fn settings(config: ContainerAnswer) -> ContainerSettings {
     }
 }
 
-/// A device node that a container gets. The engine has to report it to systemd: when systemd reads its units again,
-/// it removes a container's access to device nodes that it does not know of.
+/// A device node that a container gets. The container engine has to report the device node to systemd: when systemd
+/// reads its units again, it removes a container's access to unreported device nodes.
 fn node(path: String) -> ContainerDeviceNode {
     ContainerDeviceNode { in_container: path.clone(), on_host: path, permissions: "rw".to_owned() }
 }

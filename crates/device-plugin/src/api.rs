@@ -1,5 +1,5 @@
-//! The messages of the kubelet's interface `deviceplugin/v1beta1` that are used, and the paths of its calls. The names and
-//! numbers are those of Kubernetes.
+//! The messages of the kubelet's interface `deviceplugin/v1beta1` that this program uses, and the paths of the interface's
+//! calls. The names and numbers of the messages' fields are those of Kubernetes.
 
 use std::collections::HashMap;
 

@@ -1,5 +1,5 @@
-//! The codec of the messages: protobuf, by prost. The usual crate for that, tonic-prost, comes without the text of its licence,
-//! which a package would have to include.
+//! The codec of the messages: protobuf, by prost. The usual crate for this codec, tonic-prost, comes without the text of its
+//! licence, which a package would have to include.
 
 use std::marker::PhantomData;
 

@@ -16,7 +16,7 @@ struct Counts {
 /// Reads one counter of a resource.
 type Count = fn(&Counts) -> u64;
 
-/// The counters of each resource, by its name. All clones share the counters.
+/// The counters of each resource, by the name of the resource. All clones of this value share the counters.
 #[derive(Debug, Clone, Default)]
 pub(crate) struct Counters(Arc<Mutex<BTreeMap<String, Counts>>>);
 

@@ -1,4 +1,4 @@
-//! The kubelet: where its sockets are, if it was started again, and the calls to it.
+//! The kubelet: the paths of its sockets, the detection of its restart, and the calls to the kubelet.
 
 use std::future::pending;
 use std::io;
@@ -42,7 +42,7 @@ pub(crate) fn is_alive(path: &Path) -> bool {
 }
 
 impl SocketFile {
-    /// Identifies the socket at this path now. None if there is no socket.
+    /// Identifies the present socket at this path. None if there is no socket at this path.
     pub(crate) fn at(path: &Path) -> Option<Self> {
         let found = path.symlink_metadata().ok().filter(|found| found.file_type().is_socket())?;
         let changed = (found.ctime(), found.ctime_nsec());

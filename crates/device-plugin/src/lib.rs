@@ -1,7 +1,7 @@
 //! yunion-mps-device-plugin: hands the slices of yunion-mps-daemon to the kubelet of a Kubernetes node. The program asks the
 //! service over D-Bus and knows nothing else of MPS.
 //!
-//! Decisions are pure functions of the service's list of slices. `plugin` carries them out.
+//! Decisions are pure functions of the service's list of slices. `plugin` carries out the decisions.
 //!
 //! | floor | module | its job |
 //! |---|---|---|

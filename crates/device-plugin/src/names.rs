@@ -1,8 +1,9 @@
 //! The names of resources: from the size of a slice to its name. Pure.
 //!
-//! The rule, as in docs/kubernetes.md: `mps-20gib` is the memory in GiB, rounded down, and `mps-512mib` is memory below 1
-//! GiB. The memory in the name is rounded, since an equal share of a GPU is an odd number of MiB, which differs between
-//! drivers. The name depends on one slice alone: if it depended on other slices, it could change while pods have the slice.
+//! The rule is that of docs/kubernetes.md. A name such as `mps-20gib` has the slice's memory in GiB, rounded down; a name
+//! such as `mps-512mib` is for memory below 1 GiB. The memory in the name is rounded, since an equal share of a GPU is an
+//! odd number of MiB, which differs between drivers. The name depends on one slice alone: if it depended on other slices,
+//! it could change while pods have the slice.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::str::FromStr;
@@ -12,7 +13,7 @@ use crate::slice::Share;
 /// The most characters of a name, without its domain, that Kubernetes accepts.
 const LONGEST: usize = 63;
 
-/// A name that the administrator has given to a size of slices: `small=20GiB`, `fast=20GiB:50`.
+/// A name that the administrator has given to a size of slices, for example with `small=20GiB` or `fast=20GiB:50`.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct NamedSize {
     name: String,

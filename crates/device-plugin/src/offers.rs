@@ -1,9 +1,10 @@
 //! The resources of the node and their devices, and which devices Kubernetes may give out. Pure functions.
 //!
 //! The kubelet has one flag for two questions: may a pod get the device, and may the pod that has the device go on. A kubelet
-//! that starts asks the second question, and ends a pod if an init container of it has ended and has an unhealthy device. So
-//! a slice that a pod has is healthy as long as it is served, even if it is drained: the kubelet gives it to no other pod. A
-//! slice with an owner outside of Kubernetes is unhealthy, since the kubelet does not know about that owner.
+//! that starts asks if its pods may go on, and ends a pod if an init container of it has ended and has an unhealthy device. A
+//! slice that a pod has counts as healthy as long as the slice is served, even if it is drained: the kubelet gives the slice
+//! to no other pod. A slice with an owner outside of Kubernetes is unhealthy, since the kubelet does not know about that
+//! owner.
 
 use std::collections::BTreeMap;
 use std::fmt;
@@ -11,7 +12,8 @@ use std::fmt;
 use crate::names::Naming;
 use crate::slice::NodeSlice;
 
-/// The most resources that the plugin offers. Each one is a socket and a registration, and no node has this many sizes of slices.
+/// The most resources that the plugin offers. Each resource needs a socket and a registration, and no node has this many sizes of
+/// slices.
 const MOST: usize = 64;
 
 /// The reason why Kubernetes may not give out a slice.
@@ -56,7 +58,7 @@ pub(crate) type Offers = BTreeMap<String, Vec<Offered>>;
 pub(crate) struct Remembered {
     /// The name of the resource of each slice. The name is remembered, since a GPU that the driver has lost has no known
     /// memory, but its resource must stay. A pod has its slice under the name of the resource: under another name the kubelet
-    /// would take the slice for free.
+    /// would count the slice as free.
     resources: BTreeMap<String, String>,
 }
 
@@ -79,7 +81,7 @@ impl Remembered {
         offers
     }
 
-    /// The resource of a slice. None if its size was never known.
+    /// The resource of a slice. None if the size of the slice was never known.
     fn resource(&mut self, slice: &NodeSlice, naming: &Naming) -> Option<String> {
         let known = self.resources.get(&slice.name).cloned();
         let resource = match (known, slice.share) {

@@ -137,8 +137,9 @@ impl Plugin {
         self.say("service", service.complaint());
         let Some(slices) = &service.slices else { return Ok(SOON) };
         self.say("names", self.choices.naming.joined(slices.iter().filter_map(|slice| slice.share)));
-        // The kubelet's socket is looked up first. When a kubelet starts, it removes all sockets and then makes its own. So
-        // the later check notices if this kubelet has removed the sockets of the plugin.
+        // The kubelet's socket is looked up before the plugin's sockets. When a kubelet starts, it removes all sockets and
+        // then makes its own. In this order, the later check of the plugin's sockets notices if a kubelet has removed them
+        // before it made its own.
         let kubelet = self.kubelet.socket();
         let unwatched = service.is_away_for(self.choices.grace);
         let offers = self.remembered.offers(slices, &self.choices.naming, unwatched);
@@ -260,7 +261,8 @@ impl Plugin {
             Ok(()) => {
                 resource.registration = Registration::Accepted(kubelet, Instant::now());
                 self.manner.counters.registered(&name);
-                // A kubelet that accepts registrations but never reads the list of devices has a message of its own.
+                // A kubelet that accepts registrations but never reads the list of devices is reported by another
+                // message.
                 if !self.said.contains_key("listener") {
                     tracing::info!("{name}: registered with the kubelet");
                 }

@@ -1,4 +1,4 @@
-//! Chooses the best slices for a container from those that are free. A pure function.
+//! Chooses the best slices for a container from the free slices. A pure function.
 //!
 //! Slices of one GPU can't be combined, so a container that gets several slices gets them from different GPUs. After a pod was
 //! deleted by force, the kubelet counts its slice as free at once, although the pod's container may still use it: such a slice is

@@ -32,7 +32,8 @@ use crate::preference::{Placement, preferred};
 use crate::service::{self, NoAnswer, ServiceView};
 use crate::slice::NodeSlice;
 
-/// The longest time that a container waits for a service that is being restarted. Meanwhile the kubelet admits no other pod.
+/// The longest time that a container waits for a service that is being restarted. While a container waits, the kubelet
+/// admits no other pod.
 const PATIENCE: Duration = Duration::from_secs(10);
 
 /// The pause between two attempts to reach the service, and after a connection that could not be accepted.
@@ -73,8 +74,8 @@ struct ResourceAnswers {
     offered: watch::Receiver<Vec<Offered>>,
 }
 
-/// The connections to a socket, with a pause after a failure: after too many open files, for example, the next attempt would fail
-/// at once.
+/// The connections to a socket, with a pause after a failure: if the process has too many open files, for example, the next
+/// attempt would fail at once.
 fn with_pauses<T>(connections: impl Stream<Item = io::Result<T>>) -> impl Stream<Item = io::Result<T>> {
     connections.then(|connection| async move {
         if connection.is_err() {
@@ -104,7 +105,8 @@ impl Resource {
             );
             return Err(io::Error::other(complaint));
         }
-        // Only a socket is removed. Any other file stays, and then binding the socket fails.
+        // The plugin removes the file at this path only if it is a socket. Any other file stays, and then binding the
+        // new socket fails.
         if SocketFile::at(path).is_some() {
             if is_alive(path) {
                 let complaint = "another device plugin serves this socket; run the unit or the DaemonSet on \
@@ -150,12 +152,12 @@ impl Resource {
 
     /// True if a kubelet reads the list of devices.
     pub(crate) fn has_listener(&self) -> bool {
-        // Two of the receivers belong to the plugin itself: one answers the kubelet, and one ends the server. Each further
-        // receiver is a kubelet.
+        // Two receivers of `offered` belong to the plugin itself: one answers the kubelet, and one ends the server. Each
+        // further receiver is a kubelet.
         self.offered.receiver_count() > 2
     }
 
-    /// Sends the devices to the kubelet if they have changed. Returns true if they have.
+    /// Sends the devices to the kubelet if they have changed. Returns true if the devices have changed.
     pub(crate) fn offer(&self, offered: Vec<Offered>) -> bool {
         self.offered.send_if_modified(|known| {
             let changed = *known != offered;
@@ -259,8 +261,8 @@ async fn settings(answers: &ResourceAnswers, names: &[String]) -> Result<Contain
     let offered = answers.offered.borrow().clone();
     let slices = slices_for(&answers.name, names, &offered, &now).map_err(|refusal| status(&refusal))?;
     let config = async || -> Result<ContainerAnswer, Status> {
-        // The kubelet decides which pod has a slice. `share` lets the pod have it even while a container of the former pod is
-        // still ending.
+        // The kubelet decides which pod has a slice. `share` lets the pod have the slice even while a container of the former
+        // pod is still ending.
         let wish = SliceWish { names: names.to_vec(), free: false, share: true };
         let taken = service.take(&wish).await.map_err(|error| no_answer(names, &error.into()))?;
         Ok(taken.1)

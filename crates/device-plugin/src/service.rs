@@ -1,4 +1,5 @@
-//! yunion-mps-daemon as this program sees it: the slices by its last answer, and the time since which it has not answered.
+//! yunion-mps-daemon as this program sees it: the slices according to the service's last answer, and the time since which
+//! the service has not answered.
 
 use std::time::{Duration, Instant};
 
@@ -30,7 +31,7 @@ pub(crate) enum NoAnswer {
 
 #[derive(Debug, Clone)]
 pub(crate) struct ServiceView {
-    /// The slices by its last answer. None until the first answer.
+    /// The slices according to the service's last answer. None until the first answer of the service.
     pub(crate) slices: Option<Vec<NodeSlice>>,
     /// The absence of the service. None while the service answers.
     pub(crate) absence: Option<Absence>,
@@ -60,7 +61,7 @@ impl ServiceView {
         self.absence.as_ref().is_some_and(|absence| absence.since.elapsed() >= time)
     }
 
-    /// The consequence of the absence for the slices, and its reason.
+    /// The consequence of the service's absence for the slices, and the reason for the absence.
     pub(crate) fn complaint(&self) -> Option<String> {
         let why = self.absence.as_ref().map(|absence| &absence.why).filter(|why| !why.is_empty())?;
         Some(match self.slices {
@@ -124,8 +125,8 @@ fn gone(view: &watch::Sender<ServiceView>, error: &NoAnswer) {
     });
 }
 
-/// Asks the service for all slices. An error while the service starts: until it has looked at each control daemon
-/// that it finds, it reports the slices as unhealthy, although nothing has happened to their clients.
+/// Asks the service for all slices. Returns an error while the service starts: until the service has looked at each
+/// control daemon that it finds, it reports the slices as unhealthy, although nothing has happened to their clients.
 pub(crate) async fn slices(service: &DaemonProxy) -> Result<Vec<NodeSlice>, NoAnswer> {
     let asked = async {
         // The state is asked before the list, so that the list is not older than the state.

@@ -16,7 +16,7 @@ pub(crate) struct NodeSlice {
     pub(crate) name: String,
     /// The PCI address of the slice's GPU.
     pub(crate) gpu: String,
-    /// The UUID of the slice's GPU. None while the driver can't report it.
+    /// The UUID of the slice's GPU. None while the driver can't report the UUID.
     pub(crate) uuid: Option<String>,
     /// The number N of `/dev/nvidiaN`, the device node of the slice's GPU.
     pub(crate) minor: Option<u32>,
@@ -24,7 +24,7 @@ pub(crate) struct NodeSlice {
     /// The size of the slice. None while the memory of the GPU is not known.
     pub(crate) share: Option<Share>,
     pub(crate) healthy: bool,
-    /// True if the slice's clients are served. Unlike `healthy`, it stays true while the slice is drained.
+    /// True if the slice's clients are served. Unlike `healthy`, `served` stays true while the slice is drained.
     pub(crate) served: bool,
     /// The reason why the slice is not healthy; empty if it is healthy.
     pub(crate) reason: String,
@@ -66,7 +66,7 @@ impl From<&Device> for NodeSlice {
 pub(crate) mod samples {
     use super::*;
 
-    /// A healthy slice without an owner: `slice("06-1", 20480, 25)` is on the GPU `06`.
+    /// A healthy slice without an owner. The call `slice("06-1", 20480, 25)` returns a slice of the GPU `06`.
     pub(crate) fn slice(name: &str, memory_mib: u32, thread_percentage: u32) -> NodeSlice {
         let gpu = name.rsplit_once('-').unwrap().0.to_owned();
         NodeSlice {

@@ -13,7 +13,7 @@ use common::bus::error::RequestError;
 use common::bus::proxy::{BusError, ContainerAnswer, DaemonProxy, SliceWish};
 
 /// The longest wait for a slice that will be served soon: a control daemon starts, a server recovers from a fault, or the service
-/// restarts. A hook may take 30 s.
+/// restarts. A hook of a container runtime may take 30 s.
 const PATIENCE: Duration = Duration::from_secs(25);
 const PAUSE: Duration = Duration::from_millis(100);
 

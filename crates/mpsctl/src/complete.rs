@@ -1,5 +1,5 @@
-//! The completions for the word before the cursor. The scripts in `packaging/completions` ask for them. If the service does not
-//! answer in time, there are none and no error.
+//! The completions for the word before the cursor. The scripts in `packaging/completions` ask for the completions. If the
+//! service does not answer in time, there are no completions and no error.
 
 use std::ffi::{OsStr, OsString};
 use std::io::Write;
@@ -12,7 +12,7 @@ use common::bus::proxy::{BusError, DaemonProxy};
 use common::text::is_unprintable;
 use mps_core::register::SHORT_ID;
 
-/// The first argument of the process that prints the completions. The words of the command line follow; the last one
+/// The first argument of the process that prints the completions. The words of the command line follow; the last word
 /// is cut at the cursor.
 const ASK: &str = "complete-words";
 
@@ -104,7 +104,7 @@ pub(super) fn containers() -> ArgValueCompleter {
     })
 }
 
-/// The service's answer. None if the answer does not come within [`PATIENCE`].
+/// The service's answer. None if the service's answer does not come within [`PATIENCE`].
 fn ask<T>(question: impl AsyncFnOnce(&DaemonProxy) -> Result<T, BusError>) -> Option<T> {
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().ok()?;
     let answer = async { question(&DaemonProxy::connect().await?).await };

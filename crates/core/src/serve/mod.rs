@@ -1,15 +1,16 @@
 //! Serving: the configuration, the watch and the repair of a running control daemon, each with the smallest step that is enough.
 //!
-//! The decisions are written in the order in which they are made. Each `await` is a question to the outside or an act. Everything
-//! that can happen during an `await` is an [`Occurrence`], or the control daemon ends and serving ends with it.
+//! The order of the code is the order in which the decisions are made. Each `await` in this module is a question to the
+//! host, or an act on the host. Everything that can happen during an `await` is an [`Occurrence`], or the control daemon
+//! ends and serving ends with it.
 //!
 //! | file | its job |
 //! |---|---|
 //! | `shell.rs` | all questions and acts |
-//! | `start.rs` | the start of the process, after another control daemon in its place has ended |
+//! | `start.rs` | the start of the control daemon, after a foreign control daemon in its directory has ended |
 //! | `gpus.rs` | the GPUs that are left out, and compute modes |
 //! | `take_over.rs` | the take-over of a control daemon that runs |
-//! | `bypasses.rs` | processes that use the GPUs without its servers |
+//! | `bypasses.rs` | processes that use the GPUs without the control daemon's servers |
 //! | `configure.rs` | puts the order in force: limits, links, the first server |
 //! | `watch.rs` | waits for the next event or the next task |
 //! | `check.rs` | the health check |
@@ -17,8 +18,8 @@
 //! | `heal.rs`, `fault.rs` | a server that met a fatal GPU error, and a server that has ended |
 //! | `requests.rs` | the requests of administrators |
 //! | `end.rs` | who uses the control daemon, and its end |
-//! | `door.rs` | the links through which programs come, open or closed |
-//! | `blocker.rs` | everything that prevents it from serving, and the state that is shown |
+//! | `door.rs` | the links through which programs reach the control daemon: present (open) or removed (closed) |
+//! | `blocker.rs` | everything that prevents the control daemon from serving, and the state that is shown |
 //! | `servers.rs`, `capacity.rs` | the servers, and the number of clients that GPUs still take |
 //! | `waiting_clients.rs` | clients that wait for a server |
 
@@ -67,23 +68,25 @@ use heal::Revival;
 use servers::Servers;
 use waiting_clients::WaitingClients;
 
-/// The order for a running control daemon: the part on which serving depends.
+/// The part of the order for a control daemon on which serving depends.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Wanted {
     /// The id of the control daemon.
     pub id: DaemonId,
-    /// The GPUs of the order.
+    /// The GPUs that the order gives to the control daemon.
     pub gpus: Vec<ServedGpu>,
     /// The default active thread percentage of the control daemon.
     pub thread_percentage: u8,
     /// True if a server should run before its first client comes.
     pub prewarm: bool,
-    /// True if only the present clients need the control daemon. The control daemon then ends after its last client.
+    /// True if only the present clients need the control daemon. A retiring control daemon ends after its last
+    /// client.
     pub retiring: bool,
-    /// The time between two looks for programs without MPS. None if this control daemon does not look for them. Of the control
-    /// daemons that take turns on a GPU, one looks for such programs: no compute mode refuses them.
+    /// The time between two looks for programs without MPS. None if the service does not look for programs without MPS on the
+    /// GPUs of this control daemon. If several control daemons take turns on a GPU, no compute mode refuses programs without
+    /// MPS, so one of these control daemons has a period.
     pub guard_period: Option<Duration>,
-    /// The GPUs of the order that other control daemons have.
+    /// The GPUs in the control daemon's order that other control daemons have.
     pub held: HeldGpus,
     /// True if the control daemon sets the compute modes of its GPUs.
     pub sets_modes: bool,
@@ -106,15 +109,15 @@ pub struct Known {
     gpus: Vec<GpuUuid>,
     multiuser: bool,
     servers: Servers,
-    /// The servers that the service watches: an occurrence reports when one ends.
+    /// The servers that the service watches: an occurrence reports the end of such a server.
     watched_servers: BTreeSet<u32>,
-    /// The watched server that has ended last. None if the log has reported its end.
+    /// The watched server that has ended last. None if the log has reported the end of that server.
     last_gone: Option<u32>,
     check_at: CoreTime,
     /// The time of the next count of the clients, for a control daemon that should end.
     count_at: CoreTime,
     bypasses_at: Option<CoreTime>,
-    /// True if the service has just started the control daemon, and has read the GPUs for that.
+    /// True if the service has just started the control daemon, and has read the state of the GPUs for the start.
     has_just_started: bool,
     /// True once the control daemon has its limits and a server.
     configured: bool,
@@ -125,12 +128,12 @@ pub struct Known {
     /// The last moment at which the control daemon is known to have had a client.
     quiet_since: CoreTime,
     door: Door,
-    /// The reason why it was not known if the control daemon had clients, when the service wanted to end it without clients.
-    /// None if it was known.
+    /// The reason why the service did not know if the control daemon had clients, when it had to end the control daemon
+    /// without clients. None if the service knew if the control daemon had clients.
     clients_unknown: Option<String>,
     /// The reasons that prevent the control daemon from serving the order.
     blockers: Blockers,
-    /// The pause before the next server starts after this one has ended.
+    /// The pause between the end of a server and the start of the next server.
     revival: Revival,
     capacity: Capacity,
     waiting_clients: WaitingClients,
@@ -163,7 +166,7 @@ impl Known {
     }
 
     /// The clients that a fatal GPU error of a server has hit and that were not reported yet: the server, and the PIDs by the
-    /// GPU's ordinal. None if there are no such clients.
+    /// GPU's ordinal. None if every client that a fatal GPU error has hit was reported.
     pub fn take_hit(&mut self) -> Option<(u32, BTreeMap<usize, Vec<u32>>)> {
         let fault = self.blockers.fault_mut()?;
         let new = &fault.clients - &fault.told;
@@ -198,10 +201,10 @@ pub enum Ended {
     Stopped,
 }
 
-/// A running control daemon, its order, and the shell.
+/// A running control daemon, its order, and the shell that carries out questions and acts.
 #[derive(Debug)]
 pub struct Serving<'s, S> {
-    /// The questions and acts about the control daemon.
+    /// Carries out the questions and acts about the control daemon.
     pub shell: S,
     run: &'s mut Known,
     reach: &'s mut GpuReach,
@@ -220,8 +223,8 @@ impl<'s, S: Shell> Serving<'s, S> {
     /// The control daemon can't be made to serve, or does not serve any more.
     pub async fn serve(&mut self) -> Result<Ended, Failure> {
         let served = self.serve_its_order().await;
-        // After a failure the control daemon counts as not configured. So the failure, and not a blocker, decides which state
-        // is shown.
+        // After a failure of serving the control daemon counts as not configured, so the failure, and not a blocker, decides
+        // which state is shown.
         self.run.configured &= served.is_ok();
         served
     }
@@ -231,8 +234,8 @@ impl<'s, S: Shell> Serving<'s, S> {
             self.read_gpus().await?;
         }
         match self.configure().await {
-            // The control daemon can't be reached but lives, so the service watches it. The control daemon ends once it has
-            // no client, or by force, as if its directory had been removed later.
+            // The control daemon can't be reached but lives, so the service watches it. The service ends the control daemon
+            // once it has no client, or by force, like a control daemon whose directory is removed while it serves.
             Err(Failure::Unreachable(error)) => self.is_unreachable(error),
             done => done?,
         }

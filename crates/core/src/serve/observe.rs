@@ -22,7 +22,8 @@ impl<S: Shell> Serving<'_, S> {
         Ok(occurrence)
     }
 
-    /// Waits for the next event of the log or of the process, and records it. Returns false at the `deadline`.
+    /// Waits for the next event of the log or of the process, and records it. Returns false if no event has come
+    /// before the `deadline`.
     pub(super) async fn step(&mut self, deadline: CoreTime) -> Result<bool, Failure> {
         match self.next(deadline, false).await? {
             Occurrence::ServerEnded(server) => {
@@ -43,11 +44,11 @@ impl<S: Shell> Serving<'_, S> {
 
     /// The failure that says how the control daemon has ended.
     pub async fn ended(&mut self) -> Failure {
-        // The last lines of the log explain the end. The service does not wait for older lines, since the next control daemon
-        // has to start.
+        // The last lines of the log explain the end of the control daemon. The service does not wait for older lines, since
+        // the next control daemon has to start.
         self.read(true).await;
-        // A server that a signal has stopped does not notice the end of its control daemon, and would keep the GPU occupied.
-        // So it is continued.
+        // A server that a signal has stopped does not notice the end of its control daemon, and would keep the GPU occupied,
+        // so the service continues the server.
         self.continue_if_stopped();
         self.shell.how_it_ended()
     }
@@ -81,7 +82,8 @@ impl<S: Shell> Serving<'_, S> {
         match said.meaning {
             Meaning::ServerReady(server) => {
                 self.shell.tell(News::Event, format!("server {server} is ready"));
-                // A process that has prevented the start of a server may have ended, so bypasses are looked for again.
+                // A process that has prevented the start of a server may have ended, so the service looks again for
+                // processes that use the GPUs without MPS.
                 run.bypasses_at = Some(now);
             }
             Meaning::ServerExited { server, status: 0 } => {

@@ -10,8 +10,8 @@ use super::shell::{Failure, Requested, Shell};
 use super::{Ended, Serving};
 use crate::Permit;
 
-/// The time that the service waits until a server without clients has ended, and the pause between two looks. Measured: 70 ms
-/// to 2 s.
+/// The time that the service waits until a server without clients has ended, and the pause between two looks at the server.
+/// Measured: a server without clients ends within 70 ms to 2 s.
 const IDLE_SERVER_TIMEOUT: Duration = Duration::from_secs(4);
 const IDLE_SERVER_PAUSE: Duration = Duration::from_millis(50);
 
@@ -35,7 +35,7 @@ impl<S: Shell> Serving<'_, S> {
         None
     }
 
-    /// Makes a change that waits for the end of clients. Returns true if the control daemon was ended for it.
+    /// Makes a change that waits for the end of clients. Returns true if the control daemon was ended for the change.
     async fn apply(&mut self, force: bool) -> Result<bool, String> {
         let Some(change) = self.run.blockers.why_it_ends() else { return Ok(false) };
         let clients = self.in_use().await;
@@ -49,8 +49,8 @@ impl<S: Shell> Serving<'_, S> {
         self.end(may_end).await.map(|()| true)
     }
 
-    /// Replaces the servers. Programs that come meanwhile wait. Without a closed door a server could get a client after it
-    /// was asked to end: it would stay for this client and take no other.
+    /// Replaces the servers. New programs wait until the servers are replaced. If programs could reach a server after it
+    /// was asked to end, the server could get a client: the server would stay for this client, and take no other client.
     async fn restart_servers(&mut self) -> Result<(), String> {
         let clients = self.in_use().await?;
         if clients == 0 {

@@ -8,8 +8,8 @@ use core::time::Duration;
 
 use crate::mps::{Limits, Meaning};
 
-/// The time that the service waits until a new server is ready. Measured: 0.15 s for one GPU. A server opens its GPUs one after
-/// the other.
+/// The time that the service waits until a new server is ready. Measured: a server with one GPU is ready after 0.15 s. A server
+/// opens its GPUs one after the other.
 pub(super) const SERVER_TIMEOUT: Duration = Duration::from_secs(60);
 
 /// The longest pause between two questions about a new server's status. Usually a line in the log says sooner that the server is
@@ -23,13 +23,14 @@ pub(super) struct Server {
     number: u64,
     pub(super) ready: bool,
     pub(super) exit_status: Option<i32>,
-    /// The user for whom the control daemon has started the server. None if the log has not reported it.
+    /// The user for whom the control daemon has started the server. None if the log has not reported the user.
     uid: Option<u32>,
     thread_tenths: Option<u32>,
     pub(super) memory_bytes: BTreeMap<usize, u64>,
 }
 
-/// The servers by PID. A server that has ended stays for a while: its exit status explains the start of the next one.
+/// The servers by PID. A server that has ended stays in this record for a while: its exit status explains the start
+/// of the next server.
 #[derive(Debug, Default)]
 pub(super) struct Servers {
     known: BTreeMap<u32, Server>,
@@ -45,7 +46,7 @@ impl Servers {
         self.known.get(&pid)
     }
 
-    /// The server with this PID. A PID that is not known yet is that of a new server.
+    /// The record of the server with this PID. A PID that is not known yet belongs to a new server.
     fn entry(&mut self, pid: u32) -> &mut Server {
         self.known.entry(pid).or_insert_with(|| {
             self.came += 1;
@@ -98,12 +99,12 @@ impl Servers {
         self.known.remove(&pid);
     }
 
-    /// Forgets the limits that a server has written, since it is about to get other limits.
+    /// Forgets the limits that a server has written to the log, since the server is about to get other limits.
     pub(super) fn expect_limits(&mut self, pid: u32) {
         let server = self.entry(pid);
         server.memory_bytes.clear();
-        // The log does not report a thread percentage that is set while the server runs. So the percentage is unknown until
-        // the control daemon reports it.
+        // The log does not report a thread percentage that is set while the server runs, so the server's thread percentage
+        // is unknown until the control daemon reports it.
         server.thread_tenths = None;
     }
 

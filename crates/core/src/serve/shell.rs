@@ -1,5 +1,5 @@
-//! The questions and acts that serving needs, and the events and requests that come to it. The service carries them out with
-//! processes, files and NVML; the tests carry them out in memory.
+//! The questions and acts that serving needs, and the events and requests to which serving reacts. The service carries out
+//! the questions and acts with processes, files and NVML; the tests carry them out in memory.
 
 use alloc::collections::{BTreeMap, BTreeSet};
 use alloc::string::String;
@@ -31,22 +31,22 @@ pub enum Occurrence {
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Said {
     pub meaning: Meaning,
-    /// True if the line is new. False if an earlier service has read it already.
+    /// True if the line is new. False if an earlier process of the service has read the line already.
     pub is_news: bool,
 }
 
 /// A request about a control daemon that serves.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Requested {
-    /// Make a change that waits for the end of clients. Without `force`, it is made only if there are no clients. The caller
-    /// gets an answer.
+    /// Make a change of the control daemon that waits for the end of clients. Without `force`, the service makes the change
+    /// only if there are no clients. The caller of the request gets an answer.
     Apply {
         /// True if the change is made even if it ends clients.
         force: bool,
     },
     /// Do the health check now.
     Check,
-    /// End the server and start a new one, if the server has no clients. The caller gets an answer.
+    /// End the server and start a new one, if the server has no clients. The caller of the request gets an answer.
     RestartServer,
 }
 
@@ -62,10 +62,10 @@ pub enum Failure {
         /// True if the process has ended because it does not know the multi-user option.
         refuses_multiuser: bool,
     },
-    /// Something outside of the control daemon must change first.
+    /// Something outside of the control daemon must change before the control daemon can serve.
     Waiting(String),
-    /// A control daemon that the service has not started is in the control daemon's directory, and has clients. That control
-    /// daemon stays until its clients have ended.
+    /// A foreign control daemon, which the service has not started, listens in the control daemon's directory, and has
+    /// clients. The foreign control daemon stays until its clients have ended.
     InUse(String),
     /// Something outside of the control daemon is not ready: a part of the driver that is loaded later, or the front end's
     /// program while an upgrade replaces it. The control daemon itself may work.
@@ -74,8 +74,8 @@ pub enum Failure {
     Silent(String),
     /// No process listens in the control daemon's directory.
     Unreachable(String),
-    /// The service does not understand the control daemon's answers, which may be those of a newer driver. A new control daemon
-    /// would answer the same.
+    /// The service does not understand the control daemon's answers, which may be those of a newer driver. A newly started
+    /// control daemon would give the same answers.
     NotUnderstood(String),
 }
 
@@ -119,23 +119,23 @@ pub enum News {
 pub enum Showing {
     /// The state of the control daemon.
     State {
-        /// The state. None if the shown state stays.
+        /// The state. None if the state that is shown does not change.
         state: Option<ShownState>,
         /// True if the control daemon ends as soon as it has no client.
         ends_when_idle: bool,
     },
-    /// The next step waits for the end of clients, which may take days.
+    /// The control daemon's next step waits for the end of clients, which may take days.
     PutOff,
     /// The active thread percentage that is in force.
     InForce {
         /// The active thread percentage of the running servers.
         thread_percentage: u8,
     },
-    /// The servers, and the GPUs of the order.
+    /// The servers of the control daemon, and the GPUs of its order.
     Servers {
         /// The PIDs of the servers, the newest last.
         alive: Vec<u32>,
-        /// The GPUs of the order, by UUID.
+        /// The GPUs of the control daemon's order, by UUID.
         gpus: BTreeMap<GpuUuid, ShownGpu>,
     },
     /// The clients that have waited long for a server.
@@ -145,7 +145,7 @@ pub enum Showing {
 /// A GPU as it is published.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct ShownGpu {
-    /// The memory limit in MiB that a running server has in force. None if it is not known.
+    /// The memory limit in MiB that a running server has in force. None if the limit is not known.
     pub memory_limit_mib: Option<u64>,
     /// The reason why the GPU is not served as planned; empty if it is served as planned.
     pub reason: String,
@@ -155,16 +155,17 @@ pub struct ShownGpu {
     pub unlisted_clients: Option<u32>,
 }
 
-/// The PIDs of the clients on each GPU, by UUID, as NVML lists them. An error is the reason why NVML does not list them.
+/// The PIDs of the clients on each GPU, by UUID, as NVML lists them. An error is the reason why NVML does not list the
+/// clients of a GPU.
 pub type ClientsOnGpus = BTreeMap<GpuUuid, Result<BTreeSet<u32>, String>>;
 
-/// The questions and acts about one running control daemon. Each call returns: it has its own deadline.
+/// The questions and acts about one running control daemon. Each call has its own deadline, so no call waits forever.
 pub trait Shell: GpuShell {
     /// The present moment.
     fn now(&self) -> CoreTime;
 
-    /// Waits for the next event, at most until a moment. Only this call returns requests. An error means that the log can't be
-    /// read.
+    /// Waits for the next event, at most until a moment. Only `next` returns the requests of callers. An error means that the
+    /// log can't be read.
     fn next(
         &mut self,
         until: CoreTime,
@@ -174,8 +175,8 @@ pub trait Shell: GpuShell {
     /// Waits, and ignores all events.
     fn pause(&mut self, duration: Duration) -> impl Future<Output = ()> + Send;
 
-    /// The present end of the log, as a number of bytes. With `skips`, later calls skip all lines before the end except for the
-    /// last ones. None if the end is not known.
+    /// The present end of the log, as a number of bytes. With `skips`, later calls skip all lines before this end of the log
+    /// except for the last lines. None if the end is not known.
     fn end_of_log(&mut self, skips: bool) -> Option<u64>;
 
     /// The next line of the log before the place `end`. Each call returns one line, so that no line is lost when an act is
@@ -189,10 +190,10 @@ pub trait Shell: GpuShell {
     /// None if there is no such reason.
     fn not_ready_yet(&self) -> Option<String>;
 
-    /// Returns true if the process has ended, or ends within a moment.
+    /// Returns true if the process of the control daemon has ended, or ends within a moment.
     fn ends_now(&mut self) -> impl Future<Output = bool> + Send;
 
-    /// The failure that says how the process has ended, with its exit status.
+    /// The failure that says how the process of the control daemon has ended, with its exit status.
     fn how_it_ended(&self) -> Failure;
 
     /// Asks the control daemon for all servers, for the statuses of `servers`, and for the limits that differ from the expected
@@ -220,10 +221,10 @@ pub trait Shell: GpuShell {
     /// Starts the server of root, unless it runs already.
     fn start_server(&mut self) -> impl Future<Output = Result<(), Failure>> + Send;
 
-    /// The PIDs of the clients of each server. `expected` has the servers that are known.
+    /// The PIDs of the clients of each server. `expected` has the PIDs of the servers that the service knows.
     fn client_pids(&mut self, expected: &[u32]) -> impl Future<Output = Result<ClientPids, Failure>> + Send;
 
-    /// The connections of all clients. `expected` has the servers that are known.
+    /// The connections of all clients. `expected` has the PIDs of the servers that the service knows.
     fn clients(&mut self, expected: &[u32]) -> impl Future<Output = Result<Vec<Client>, Failure>> + Send;
 
     /// Ends a server if it has no client.
@@ -243,31 +244,32 @@ pub trait Shell: GpuShell {
     /// The PID of the control daemon.
     fn pid(&self) -> u32;
 
-    /// The PID of the process that listens in the directory of the control daemon. None if it is not known, or if no process
-    /// listens.
+    /// The PID of the process that listens in the directory of the control daemon. None if the PID is not known, or if no
+    /// process listens in the directory.
     fn listener(&self) -> Option<u32>;
 
     /// Returns whether it is certain that no process listens in the directory of the control daemon.
     fn is_nobody(&self) -> bool;
 
-    /// Returns whether the control daemon has child processes, which are its servers. None if that is not known.
+    /// Returns whether the control daemon has child processes, which are its servers. None if the service does not
+    /// know if the control daemon has child processes.
     fn has_children(&self) -> Option<bool>;
 
     /// Continues the control daemon and these servers if a signal has stopped them, and writes a message about it.
     fn continue_if_stopped(&mut self, servers: &[u32]);
 
-    /// Asks the control daemon to end as soon as it has no client. Returns true if it has ended.
+    /// Asks the control daemon to end as soon as it has no client. Returns true if the control daemon has ended.
     fn quit_if_idle(&mut self, may_end: Permit) -> impl Future<Output = bool> + Send;
 
-    /// Asks the control daemon to end with its clients. Returns true if it has ended.
+    /// Asks the control daemon to end with its clients. Returns true if the control daemon has ended.
     fn quit(&mut self, may_end: Permit) -> impl Future<Output = bool> + Send;
 
-    /// Ends the control daemon by signals, with its clients. Returns true if it has ended.
+    /// Ends the control daemon by signals, with its clients. Returns true if the control daemon has ended.
     fn end_by_signal(&mut self, may_end: Permit) -> impl Future<Output = bool> + Send;
 
     /// The clients that NVML lists on the GPUs of the control daemon. If several control daemons serve a GPU, NVML does not say
-    /// to which of them a client belongs. The result for such a GPU has only the clients in `ours`, and is an error if the GPU
-    /// has only other clients.
+    /// to which of them a client belongs. The result for a GPU of several control daemons has only the clients in `ours`, and
+    /// is an error if the GPU has only other clients.
     fn clients_on_gpus(&mut self, ours: &BTreeSet<u32>) -> impl Future<Output = ClientsOnGpus> + Send;
 
     /// The programs on the control daemon's GPUs that are neither servers nor clients, in words; empty if there are no such
@@ -281,7 +283,7 @@ pub trait Shell: GpuShell {
     fn command(&self, pid: u32) -> String;
 
     /// Gives clients of every user access to the control daemon's socket, and lets only root command the control daemon.
-    /// Returns the reasons why that fails, if it fails.
+    /// Returns the reasons if the access can't be changed.
     fn let_users_in(&mut self) -> Vec<String>;
 
     /// Makes the links point to the control daemon, which has its limits.
@@ -290,7 +292,7 @@ pub trait Shell: GpuShell {
     /// The control daemon's own directory can't be used.
     fn lead_here(&mut self) -> Result<(), Failure>;
 
-    /// Renews the links that other programs have removed or replaced. Returns the reason if that fails.
+    /// Renews the links that other programs have removed or replaced. Returns the reason if a link can't be renewed.
     fn keep_links(&mut self) -> Option<String>;
 
     /// Makes the links point to the waiting socket, so that new programs wait. If the control daemon has its socket in the pipe
@@ -303,12 +305,12 @@ pub trait Shell: GpuShell {
     /// Makes the links point to the control daemon again.
     fn reopen_ways(&mut self);
 
-    /// Releases the programs that have waited at the waiting socket. Each starts without MPS, unless a server prevents it from
-    /// using the GPU.
+    /// Releases the programs that have waited at the waiting socket. Each released program starts without MPS, unless a server
+    /// prevents the program from using the GPU.
     fn let_go(&mut self);
 
-    /// Updates the state file and the published facts about the process. With `stays`, a log that can't be written is reported
-    /// too.
+    /// Updates the state file and the published facts about the process. With `stays`, the service also reports a log that
+    /// can't be written.
     fn keep_state_file(&mut self, stays: bool);
 
     /// Begins a new log if the log has become too long.
@@ -317,8 +319,8 @@ pub trait Shell: GpuShell {
     /// True if the control daemon has the pipe directory of the order.
     fn is_in_place(&self) -> bool;
 
-    /// The reason why the order needs another control daemon than the running one. None if the running one can carry it out. A
-    /// GPU that is left out is no reason.
+    /// The reason why the order needs another control daemon than the running one. None if the running control daemon can
+    /// carry out the order. A GPU that is left out of service does not count as a reason.
     fn misfit(&self, reach: &GpuReach) -> Option<String>;
 
     /// Reports that a step towards serving the order is done.
@@ -354,8 +356,8 @@ pub trait Shell: GpuShell {
     /// Watches a server, so that an occurrence reports its end.
     fn watch_server(&mut self, server: u32);
 
-    /// Returns whether the caller of the last request still waits for its answer. If not, the caller already has the answer
-    /// that the request failed, so the request must not be carried out.
+    /// Returns whether the caller of the last request still waits for its answer. If the caller does not wait, it already
+    /// has the answer that the request failed, so the request must not be carried out.
     fn is_awaited(&self) -> bool;
 
     /// Sends the answer to the caller of the last request.

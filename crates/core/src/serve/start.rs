@@ -1,5 +1,5 @@
-//! The start of a control daemon. A control daemon that already listens in its directories is ended if no work is lost, the
-//! GPUs get the service's compute mode, and then the process is started.
+//! The start of a control daemon. First the service ends a foreign control daemon that listens in the same directories, if
+//! no work is lost; then the service sets the compute mode of the GPUs, and starts the process of the control daemon.
 
 use alloc::collections::BTreeSet;
 use alloc::format;
@@ -21,20 +21,22 @@ pub enum StartPlace {
     Pipe,
 }
 
-/// A control daemon in one of the start's directories that the service has not started.
+/// A foreign control daemon, which the service has not started, in a directory of the control daemon that should
+/// start.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Stranger {
-    /// The PID of the foreign control daemon. None if it is not known.
+    /// The PID of the foreign control daemon. None if the PID is not known.
     pub pid: Option<u32>,
     /// The directory in which the foreign control daemon listens, for messages.
     pub directory: String,
     /// The command with which an administrator can end the foreign control daemon.
     pub end_it: String,
-    /// The number of clients of the foreign control daemon. An error is the reason why it is not known.
+    /// The number of clients of the foreign control daemon. An error is the reason why the number is not known.
     pub clients: Result<usize, String>,
 }
 
-/// The questions and acts of a start. Each call returns: it has its own deadline.
+/// The questions and acts for the start of a control daemon. Each call has its own deadline, so no call waits
+/// forever.
 pub trait Starter: Send {
     /// The questions and acts about GPUs.
     type Gpus: GpuShell;
@@ -51,14 +53,15 @@ pub trait Starter: Send {
     /// The program does not exist.
     fn find_program(&mut self) -> Result<(), Failure>;
 
-    /// The control daemon that listens in this directory. None if no process listens. An error means that the front end can't
-    /// be run.
+    /// The control daemon that listens in this directory. None if no process listens in the directory. An error means that
+    /// the front end can't be run.
     fn stranger(
         &mut self,
         place: StartPlace,
     ) -> impl Future<Output = Result<Option<Stranger>, Failure>> + Send;
 
-    /// Asks a foreign control daemon to end as soon as it has no client. Returns true if it has ended.
+    /// Asks a foreign control daemon to end as soon as it has no client. Returns true if the foreign control daemon
+    /// has ended.
     fn end_stranger(
         &mut self,
         place: StartPlace,
@@ -66,21 +69,21 @@ pub trait Starter: Send {
         may_end: Permit,
     ) -> impl Future<Output = Result<bool, Failure>> + Send;
 
-    /// Opens the directories of the order. Returns true if the control daemon makes its socket in another directory than the
-    /// pipe directory.
+    /// Opens the directories that the order names for the control daemon. Returns true if the control daemon makes its
+    /// socket in another directory than the pipe directory.
     ///
     /// # Errors
     /// A directory can't be used.
     fn open_directories(&mut self) -> Result<bool, Failure>;
 
-    /// Starts the process with these GPUs, and records it in the state file.
+    /// Starts the control daemon with these GPUs, and records its process in the state file.
     fn spawn(
         &mut self,
         gpus: &[GpuUuid],
         multiuser: bool,
     ) -> impl Future<Output = Result<(), Failure>> + Send;
 
-    /// Waits until the started process listens.
+    /// Waits until the started control daemon listens in its directory.
     fn comes_up(&mut self, reach: &mut GpuReach) -> impl Future<Output = Result<(), Failure>> + Send;
 
     /// Records that the started process has ended.
@@ -93,7 +96,7 @@ pub trait Starter: Send {
     fn tell(&mut self, text: String);
 }
 
-/// The part of an order about the users of a control daemon. Only a start needs it.
+/// The part of an order about the users of a control daemon. Only the start of a control daemon needs this part.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct WantedUsers {
     /// True if the control daemon should serve several users at the same time. False if users take turns.
@@ -122,7 +125,7 @@ pub async fn start(
     let mut there = reach.look(shell.gpus(), wanted).await.unwrap_or_default();
     there.retain(|gpu, _| !reach.is_left_out(gpu));
     // No control daemon of the service runs yet. Processes that NVML lists as MPS clients may belong to a server that is
-    // ending, so they do not count as bypasses.
+    // ending, so these processes do not count as programs without MPS.
     let (clients, now) = (clients_among(&there), shell.now());
     reach.find_bypasses(shell.gpus(), wanted, &there, (&BTreeSet::new(), &clients), now);
     reach.take_modes(shell.gpus(), wanted).await;
@@ -153,8 +156,8 @@ pub async fn start(
     Ok(multiuser)
 }
 
-/// Makes sure that no other control daemon listens in this directory. Makes sure that no foreign control daemon listens in
-/// this directory. A foreign control daemon without clients is ended, no matter who started it.
+/// Makes sure that no foreign control daemon listens in this directory. A foreign control daemon without clients is ended,
+/// no matter who started it.
 async fn make_way(shell: &mut impl Starter, place: StartPlace) -> Result<(), Failure> {
     let Some(Stranger { pid, directory, end_it, clients }) = shell.stranger(place).await? else {
         return Ok(());

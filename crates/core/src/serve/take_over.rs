@@ -7,11 +7,11 @@ use super::blocker::Blocker;
 use super::shell::{Failure, News, Shell};
 
 impl<S: Shell> Serving<'_, S> {
-    /// Finds out if the service can go on serving with the control daemon, which still lives. Returns false if it has ended
-    /// meanwhile.
+    /// Finds out if the service can go on serving with the control daemon, which still lives. Returns false if the control
+    /// daemon has ended meanwhile.
     ///
     /// # Errors
-    /// Another control daemon has taken its directory.
+    /// Another control daemon listens in the control daemon's directory.
     pub async fn take_over(&mut self) -> Result<bool, Failure> {
         self.continue_if_stopped();
         let answers = match self.listens().await {
@@ -27,8 +27,8 @@ impl<S: Shell> Serving<'_, S> {
                 )));
             }
             Err(Failure::Ended { .. }) => return Ok(false),
-            // The control daemon hangs or can't be reached. The control daemon may have clients, so the service takes it over
-            // with a blocker.
+            // The control daemon hangs or can't be reached. The control daemon may have clients, so the service takes it
+            // over, and records as a blocker that it gives no answer.
             Err(failure) => {
                 self.run.blockers.observe(Some(Blocker::no_answer(failure.into_text())));
             }

@@ -25,7 +25,7 @@ const KEPT_OF_A_USER: usize = 16;
 #[derive(Debug, Default)]
 pub(super) struct WaitingClients {
     waiting: BTreeMap<u32, WaitingClient>,
-    /// The users of waiting clients that were reported.
+    /// The users of whom the service has reported a waiting client.
     told: BTreeSet<u32>,
     /// The time of the next look at the waiting clients. None if no client waits.
     pub(super) due: Option<CoreTime>,
@@ -56,7 +56,8 @@ impl WaitingClients {
     }
 
     fn admitted(&mut self, client: u32, now: CoreTime) {
-        // A client that is shown as waiting is now admitted. The next look comes at once, and removes it from what is shown.
+        // A client that is shown as waiting is now admitted. The next look at the waiting clients comes at once, and removes
+        // the admitted client from the published list.
         if self.waiting.remove(&client).is_some_and(|one| one.is_long_waiting(now)) {
             self.due = Some(now);
         }
@@ -90,7 +91,8 @@ impl<S: Shell> Serving<'_, S> {
         let waiting = &mut self.run.waiting_clients;
         match *meaning {
             Meaning::ClientAdmitted(client) => waiting.admitted(client, now),
-            // The line may be old, and another process may have the PID now. So the process must run as the user in the line.
+            // The line of the log may be old, and another process may have the client's PID now, so the process with this PID
+            // must run as the user in the line.
             Meaning::ClientPending { client, uid } if waiting.has_room(uid) => {
                 let process = self.shell.process(client);
                 if let Some(process) = process.filter(|_| self.shell.runs_as(client, uid)) {

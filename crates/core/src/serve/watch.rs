@@ -23,7 +23,8 @@ const MISSED_PERIOD: Duration = Duration::from_secs(1);
 /// The time until the next health check if the log has reported limits that differ from the configured ones.
 const CHECK_SOON: Duration = Duration::from_millis(100);
 
-/// The time between two counts of the clients while a change waits for their end. The log reports most ends at once.
+/// The time between two counts of the clients while a change waits for their end. The log reports the end of most
+/// clients at once.
 const CLIENTS_PERIOD: Duration = Duration::from_secs(10);
 
 /// A task for a control daemon that serves. If two tasks are due at the same moment, the first in this list comes first.
@@ -88,7 +89,7 @@ impl<S: Shell> Serving<'_, S> {
         if ends && core::mem::take(&mut run.client_left) {
             run.count_at = run.count_at.min(self.shell.now() + CLIENT_LEFT_PAUSE);
         }
-        // A server can't be started while the control daemon gets no commands, so the start of the next server waits.
+        // A server can't be started while the control daemon can't be reached, so the start of the next server waits.
         let revival = run.blockers.revival().filter(|_| !run.blockers.is_unreached());
         let revival = revival.map(|(at, _)| at);
         let others = [
@@ -176,7 +177,7 @@ impl<S: Shell> Serving<'_, S> {
         None
     }
 
-    /// Returns true if new clients reach the control daemon, though it should end.
+    /// Returns true if new clients can still reach the control daemon, which should end.
     fn takes_clients(&self) -> bool {
         !self.wanted.retiring && !self.run.blockers.is_unreached()
     }

@@ -1,5 +1,5 @@
-//! The budget of a slice: the memory and the number of clients that all its clients may have together, and which of them lose
-//! their work if they exceed it. The driver limits only single processes.
+//! The budget of a slice: the limits for the memory and the number of all its clients together, and the choice of the clients
+//! that lose their work if the slice exceeds its budget. The driver limits only the memory of single processes.
 
 use alloc::collections::BTreeSet;
 use alloc::format;
@@ -15,12 +15,12 @@ use crate::{Cause, Permit};
 pub struct InUse {
     /// The number of the clients. Each client is a process.
     pub clients: u32,
-    /// The memory that the clients hold, in MiB. None if the driver does not report the memory of one of them.
+    /// The memory that the clients hold, in MiB. None if the driver does not report the memory of one of the clients.
     pub memory_mib: Option<u64>,
 }
 
 impl InUse {
-    /// The use by clients of which each has this memory.
+    /// The use by all these clients together: `clients` has the memory of each client.
     pub fn sum(clients: impl IntoIterator<Item = Option<u64>>) -> Self {
         let nothing = Self { clients: 0, memory_mib: Some(0) };
         clients.into_iter().fold(nothing, |all, memory_mib| Self {
@@ -63,7 +63,7 @@ impl Part {
 pub struct Member<T> {
     /// The process of the client.
     pub process: ProcessId,
-    /// The memory that the client holds. None if the driver does not report it.
+    /// The memory that the client holds. None if the driver does not report the client's memory.
     pub memory_mib: Option<u64>,
     /// True if only the environment of the client says that it has the slice.
     pub only_claims: bool,
@@ -88,9 +88,9 @@ pub fn exceeded(budget: Budget, all: InUse) -> BTreeSet<Part> {
 /// The permit to end the work of members of a slice that is over its budget.
 ///
 /// # Errors
-/// The reason why the members may belong to several tenants. It is then not known which tenant exceeds the budget: any program
-/// can name a slice in its environment, and a foreign program may be older than the clients of the slice's tenant. So no work
-/// is ended.
+/// The reason why the members may belong to several tenants. If the members may belong to several tenants, it is not known
+/// which tenant exceeds the budget: any program can name a slice in its environment, and a foreign program may be older than
+/// the clients of the slice's tenant. The service ends no work of a slice whose members may belong to several tenants.
 pub fn may_cut_back<T: PartialEq>(members: &[Member<T>]) -> Result<Permit, String> {
     if let Some(claims) = members.iter().find(|member| member.only_claims) {
         let pid = claims.process.pid;
@@ -104,9 +104,9 @@ pub fn may_cut_back<T: PartialEq>(members: &[Member<T>]) -> Result<Permit, Strin
     Err(format!("processes {one} and {two} belong to different users or containers"))
 }
 
-/// The member that loses its work next. None if the remaining members fit, or if no member may be ended. The newest member
-/// comes first, except for a member that may have lost its work already: no other member loses work before that is clear. The
-/// oldest member always fits, since the driver limits a single process.
+/// The member of a slice that loses its work next. None if the remaining members fit into the budget, or if no member may be
+/// ended. The newest member comes first, unless another member may have lost its work already: no other member loses work
+/// until it is clear if that member has work left. The oldest member always fits, since the driver limits a single process.
 pub fn next_victim<T>(
     budget: Budget,
     members: &[Member<T>],

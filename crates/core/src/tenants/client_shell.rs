@@ -1,5 +1,5 @@
-//! The questions and acts with which clients' work is ended. The service carries them out with NVIDIA's front end, the kernel
-//! and NVML; the tests carry them out in memory.
+//! The questions and acts with which clients' work is ended. The service carries out these questions and acts with NVIDIA's
+//! front end, the kernel and NVML; the tests carry them out in memory.
 
 use alloc::borrow::ToOwned;
 use alloc::collections::{BTreeMap, BTreeSet};
@@ -16,7 +16,8 @@ pub type Connections = BTreeSet<Option<u64>>;
 /// A client as its control daemon lists it.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct ListedClient {
-    /// The start time of the process that had the client's PID when the list was read. None if no process had it.
+    /// The start time of the process that had the client's PID when the list was read. None if no process had the
+    /// PID.
     pub started: Option<u64>,
     pub connections: Connections,
     /// The beginnings of the UUIDs of the client's GPUs. An empty text stands for an unknown GPU.
@@ -33,14 +34,16 @@ impl ListedClient {
 /// The answer of a control daemon that was asked for its clients.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct DaemonClients {
-    /// The GPUs of the control daemon. None if this service has not started it, and so does not know them.
+    /// The GPUs of the control daemon. None if this service has not started the control daemon, and so does not know
+    /// its GPUs.
     pub gpus: Option<Vec<GpuUuid>>,
     /// The clients, by server and PID.
     pub clients: BTreeMap<(u32, u32), ListedClient>,
-    /// The servers that handled a fatal GPU error when the list was made. The list may name no client then.
+    /// The servers that handled a fatal GPU error when the list was made. During a fatal GPU error the list may name
+    /// no client.
     pub faulted: BTreeSet<u32>,
-    /// True if another control daemon may have answered: one has listened in the control daemon's directory before or after the
-    /// question.
+    /// True if another control daemon may have answered the question, since it has listened in the control daemon's directory
+    /// before or after the question.
     pub place_is_taken: bool,
 }
 
@@ -100,8 +103,8 @@ pub fn known_clients<C>(
     (known, missing)
 }
 
-/// The questions and acts with which clients' work is ended. Each call returns: it has its own deadline. Errors are texts for
-/// people.
+/// The questions and acts with which clients' work is ended. Each call has its own deadline, so no call waits forever. Errors
+/// are texts for people.
 pub trait ClientShell: Send {
     /// Reaches one control daemon.
     type Control: Clone + Send + Sync;
@@ -125,7 +128,7 @@ pub trait ClientShell: Send {
         &mut self,
     ) -> impl Future<Output = Vec<(Self::Control, Result<DaemonClients, UnknownClients>)>> + Send;
 
-    /// Returns a handle of the process that has this PID now. None if no process has it.
+    /// Returns a handle of the process that has this PID now. None if no process has the PID.
     ///
     /// # Errors
     /// The kernel does not give the handle.
@@ -147,8 +150,9 @@ pub trait ClientShell: Send {
     /// The process can't be continued.
     fn go_on(&mut self, held: &Self::Held) -> impl Future<Output = Result<Self::GoingOn, String>> + Send;
 
-    /// Ends the GPU work of one client of a server; the server's other clients go on. Meanwhile the control daemon waits for
-    /// the client, and does not answer other requests. So the client must not be stopped.
+    /// Ends the GPU work of one client of a server; the server's other clients go on. Until the client's GPU work has ended,
+    /// the control daemon waits for the client, and does not answer other requests. The client must not be stopped by a
+    /// signal until its GPU work has ended.
     ///
     /// # Errors
     /// The control daemon has not answered, so the client's work may or may not have ended.

@@ -16,7 +16,8 @@ pub enum ClientEnd {
     NotThere,
     /// The server handles a fatal GPU error, so the service has done nothing.
     Faulted,
-    /// The client is stopped and can't be continued, for this reason. The service has done nothing else.
+    /// The client is stopped and can't be continued, for this reason. Apart from its attempt to continue the client,
+    /// the service has done nothing.
     StaysStopped(String),
     /// The control daemon has not reported the status of the server, so the service has done nothing.
     NotAsked(String),
@@ -45,8 +46,8 @@ pub async fn end_client<S: ClientShell>(
         Err(why) if shell.is_alive(held) => return ClientEnd::StaysStopped(why),
         Err(_) => return ClientEnd::NotThere,
     };
-    // `held` was opened before this check. If its process has ended, the PID may belong to another process, which must not be
-    // ended.
+    // The handle `held` was opened before this check. If the process of `held` has ended, the PID may belong to another
+    // process, which must not be ended.
     if !shell.is_alive(held) {
         return ClientEnd::NotThere;
     }

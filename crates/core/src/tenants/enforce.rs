@@ -33,7 +33,8 @@ pub trait MemberShell: ClientShell {
 /// The connections of a client at one server.
 struct Connected<C> {
     control: C,
-    /// The start time of the process that had the client's PID when the control daemon listed it. None if no process had it.
+    /// The start time of the process that had the client's PID when the control daemon listed it. None if no process had the
+    /// PID.
     started: Option<u64>,
     server: u32,
     connections: Connections,
@@ -57,10 +58,10 @@ pub struct Enforced {
 #[derive(Debug)]
 pub struct Enforcer<H> {
     /// The processes whose work was ended, by PID, with the connections that they had at that time. The handles distinguish
-    /// them from later processes with the same PID.
+    /// these processes from later processes with the same PID.
     ended: BTreeMap<u32, (H, Connections)>,
-    /// The processes, by PID, that may have lost some or all of their work, since a control daemon has not answered. While such
-    /// a process lives, it is ended before other clients.
+    /// The processes, by PID, that may have lost some or all of their work, since a control daemon has not answered. While a
+    /// process in this map lives, the service ends its work before that of other clients.
     in_doubt: BTreeMap<u32, H>,
     /// The processes that could not be ended, by PID, each with the time of the next attempt and the pause before that attempt.
     stubborn: BTreeMap<u32, (ProcessId, CoreTime, Duration)>,
@@ -84,7 +85,8 @@ enum End {
 
 impl<H: Clone> Enforcer<H> {
     /// Ends the work of the newest members of each slice that is over its budget, until the remaining members fit. `over`
-    /// returns the slices of the latest look at the clients, since looks go on during the attempt.
+    /// returns the slices of the latest look at the clients, since the service looks at the clients again during the
+    /// attempt.
     pub async fn enforce<S: MemberShell<Held = H>, T>(
         &mut self,
         shell: &mut S,
@@ -200,7 +202,8 @@ impl<H: Clone> Enforcer<H> {
             let came = end_client(shell, control, *server, &held, may_end).await;
             let has_lost = !ended.is_empty() || matches!(came, ClientEnd::NotKnown(_));
             if has_lost {
-                // A client on several servers stays in doubt until all of its servers have answered.
+                // A client on several servers counts as a client that may have lost its work, until the attempts at
+                // all of its servers have got answers.
                 self.in_doubt.insert(pid, held.clone());
             }
             let reason = match came {

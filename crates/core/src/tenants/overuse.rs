@@ -1,6 +1,7 @@
-//! The time for which a slice is shown as over its budget. Each change of what is shown is a message in the journal and a
-//! signal on the bus, and a tenant can let a slice go over its budget and back any number of times. So overuse is shown at
-//! once, but is shown for a while after the slice fits again; if it comes and goes often, for longer.
+//! The time for which a slice is shown as over its budget. Each change of the overuse that is shown is a message in the
+//! journal and a signal on the bus, and a tenant can let a slice go over its budget and back any number of times. The
+//! service shows overuse at once, and for a while after the slice fits into its budget again; for a longer while if the
+//! overuse comes and goes often.
 
 use alloc::collections::{BTreeMap, BTreeSet};
 use core::time::Duration;
@@ -11,7 +12,7 @@ use crate::{CoreTime, Rate, RateLimit};
 /// The time for which a slice has to fit into its budget before it is no longer shown as over its budget.
 const CALM: Duration = Duration::from_secs(3);
 
-/// The limit for messages of one kind about one slice.
+/// The limit for the rate of messages of one kind about one slice.
 pub(super) const MESSAGES: Rate = Rate { most: 4, more: 1, period: Duration::from_secs(60) };
 
 /// If work of a slice was ended this number of times within [`MINUTE`], a tenant starts clients again and again.
@@ -19,7 +20,8 @@ const TIMES: usize = 3;
 const MINUTE: Duration = Duration::from_secs(60);
 
 /// The times of the last attempts that have ended work of a slice. A tenant who starts a client again after each attempt uses
-/// more than the budget until the next look. So the service looks at such a slice as soon as a client comes.
+/// more than the budget until the next look. If a tenant starts clients again and again, the service looks at the slice as
+/// soon as a client comes.
 #[derive(Debug, Default)]
 pub(super) struct Endings([Option<CoreTime>; TIMES]);
 
@@ -31,7 +33,7 @@ impl Endings {
         }
     }
 
-    /// Returns true if the slice's clients are started again and again after each end.
+    /// Returns true if a tenant starts the slice's clients again and again after each end of their work.
     pub(super) fn are_many(&self, now: CoreTime) -> bool {
         self.0.iter().all(|ended| ended.is_some_and(|ended| now < ended + MINUTE))
     }

@@ -1,5 +1,6 @@
 //! The clients that never lose their work for the budget of their slice. Neither a restart of the service nor a reload ends the
-//! work of clients: the clients that are there at that moment are spared, and only clients that come later can be ended.
+//! work of clients: the clients that are on the GPU at the moment of the restart or of the reload are spared, and only clients
+//! that come later can be ended.
 
 use alloc::vec::Vec;
 
@@ -8,7 +9,7 @@ use crate::terms::ProcessId;
 /// The clients on a GPU that never lose their work for a budget.
 #[derive(Debug)]
 pub(super) struct Spared {
-    /// True if the clients that the next look finds are to be spared.
+    /// True if the service will spare the clients that its next look finds.
     spares_next: bool,
     processes: Vec<ProcessId>,
 }

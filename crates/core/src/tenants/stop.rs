@@ -1,4 +1,5 @@
-//! A signal to a container. Before the runtime sends it, some clients in the container lose their GPU work.
+//! A signal to a container. Before the container runtime sends the signal, some clients in the container lose their
+//! GPU work.
 
 use alloc::string::String;
 

@@ -18,7 +18,7 @@ pub enum Target {
     /// The process with this PID, if it belongs to this user.
     ProcessOf {
         pid: u32,
-        /// The user whose process it must be.
+        /// The user to whom the process must belong.
         user: u32,
     },
     /// Every process that has one of these slices.
@@ -46,15 +46,16 @@ impl Meant {
     }
 }
 
-/// The time that clients have to disconnect. Measured: a program that ends when CUDA returns an error needs 50 ms.
+/// The time that a request gives clients to disconnect. Measured: a program that ends when CUDA returns an error
+/// needs 50 ms.
 const TIMEOUT: Duration = Duration::from_secs(30);
 
-/// The time that clients have to disconnect before a container runtime sends a signal. The runtime waits for the answer, and then
-/// sends the signal in any case.
+/// The time that clients have to disconnect before a container runtime sends a signal. The container runtime waits for the
+/// service's answer, and then sends the signal in any case.
 const TIMEOUT_BEFORE_A_SIGNAL: Duration = Duration::from_secs(4);
 
 impl Target {
-    /// The time that the request may take.
+    /// The time that a request with this target may take.
     pub fn timeout(&self) -> Duration {
         if matches!(self, Self::Signalled(_)) { TIMEOUT_BEFORE_A_SIGNAL } else { TIMEOUT }
     }
@@ -66,8 +67,8 @@ impl Target {
     pub(super) async fn means<T: TerminationShell>(&self, shell: &mut T, pid: u32) -> Result<Meant, String> {
         match self {
             Self::Process(other) => Ok(Meant::if_so(*other == pid)),
-            // A process may have several user ids, for example after it has changed its user. All of them must be the user of
-            // the request.
+            // A process may have several user ids, for example after it has changed its user. All user ids of the process
+            // must be the id of the request's user.
             Self::ProcessOf { pid: other, user } if *other == pid => {
                 let users = shell.users(pid).await?;
                 Ok(Meant::if_so(!users.is_empty() && users.iter().all(|one| one == user)))

@@ -18,8 +18,8 @@ use crate::{CoreTime, GpuUuid, Permit};
 const FIRST_PAUSE: Duration = Duration::from_millis(25);
 const LAST_PAUSE: Duration = Duration::from_secs(1);
 
-/// A request for slices fails if a client has had no known slice for this time. A shorter time says nothing, since a process
-/// that is just ending has no environment any more.
+/// A request for slices fails if a client has had no known slice for this time. A client without a known slice for a shorter
+/// time may be a process that is just ending, which has no environment any more.
 const UNPLACED_FOR: Duration = Duration::from_secs(1);
 
 /// A request to end GPU work, and the results so far. The caller can stop the request at each `await`;
@@ -27,15 +27,16 @@ const UNPLACED_FOR: Duration = Duration::from_secs(1);
 pub struct Termination<T: TerminationShell> {
     target: Target,
     /// The processes whose work was ended, by server and client, with the connections that they had at that time. The handles
-    /// distinguish them from later processes with the same PID.
+    /// distinguish these processes from later processes with the same PID.
     ended: BTreeMap<(u32, u32), (T::Held, Connections)>,
     had_work: Vec<T::Owner>,
     /// The clients that the request means and that still have work, or may have work, by server and client.
     left: BTreeMap<(u32, u32), HeldClient<T>>,
-    /// The reason why the last look may have missed clients. None if it has missed no client.
+    /// The reason why the last look may have missed clients. None if the last look has missed no client.
     doubt: Option<String>,
     has_found_any: bool,
-    /// The process that had the PID of the request when the request began. A later process with this PID is not meant.
+    /// The process that had the PID of the request when the request began. The request does not mean a later process
+    /// with this PID.
     named: Option<T::Held>,
     /// True if the last look has found no client with work.
     is_nobody_left: bool,
@@ -55,7 +56,7 @@ struct HeldClient<T: TerminationShell> {
 /// A client that the request means, at one of its servers.
 struct MeantClient<T: TerminationShell> {
     control: T::Control,
-    /// The GPUs of the control daemon. None if they are not known.
+    /// The GPUs of the control daemon. None if the GPUs are not known.
     gpus: Option<Vec<GpuUuid>>,
     server: u32,
     pid: u32,
@@ -65,7 +66,7 @@ struct MeantClient<T: TerminationShell> {
     containers: BTreeSet<EnclosingContainer>,
 }
 
-/// The reason why a look at the clients may have missed some.
+/// The reason why a look at the clients may have missed some clients.
 enum WhyIncomplete {
     /// A control daemon has not answered.
     Silent(String),
@@ -101,9 +102,9 @@ impl<T: TerminationShell> Termination<T> {
         }
     }
 
-    /// Ends the GPU work of all clients that the request means, and returns when the work has ended. A process notices that at
-    /// its next call to CUDA, and is listed as a client until then. A signal to such a process can't cause a fault for other
-    /// clients any more.
+    /// Ends the GPU work of all clients that the request means, and returns when the work has ended. A process notices the end
+    /// of its work at its next call to CUDA, and is listed as a client until that call. A signal to a process whose work has
+    /// ended can't cause a fault for other clients any more.
     ///
     /// # Errors
     /// Clients may still have work.
@@ -171,14 +172,14 @@ impl<T: TerminationShell> Termination<T> {
     }
 
     /// Returns whether a client's work has ended: the client still has a connection from the time when its work was ended. A
-    /// client that has started work again has only new connections, since the old ones are useless. Other users can forge
-    /// further connections, but can't remove any.
+    /// client that has started work again has only new connections, since its old connections are useless. Other users can
+    /// forge further connections, but can't remove any.
     fn has_ended(&self, shell: &T, found: &MeantClient<T>) -> bool {
         let Some((held, connections)) = self.ended.get(&(found.server, found.pid)) else { return false };
         shell.is_alive(held) && !found.connections.is_disjoint(connections)
     }
 
-    /// Finds the clients that the request means, and the reason why the search may have missed some.
+    /// Finds the clients that the request means, and the reason why the search may have missed some clients.
     async fn find_clients(&mut self, shell: &mut T) -> Result<RequestLook<T>, TerminationError<T::Owner>> {
         let mut look =
             RequestLook { found: Vec::new(), unplaced: BTreeSet::new(), trouble: None, is_sure: true };
@@ -191,8 +192,8 @@ impl<T: TerminationShell> Termination<T> {
         for (control, mut daemon) in known {
             let has_one_gpu = has_one_gpu(daemon.gpus.as_deref());
             look.is_sure &= has_one_gpu && daemon.faulted.is_empty();
-            // On a server with one GPU a fatal error has hit all clients, so nothing is in doubt. On other servers the list
-            // may lack clients, so NVML is asked.
+            // On a server with one GPU a fatal error has hit all clients, so it is certain that they have no work left. For
+            // a server with several GPUs the control daemon's list may lack clients, so the service asks NVML.
             if !daemon.faulted.is_empty() && !has_one_gpu {
                 let doubt = add_clients_of_nvml(shell, &mut daemon).await;
                 self.doubt = self.doubt.take().or(doubt);
@@ -231,7 +232,8 @@ impl<T: TerminationShell> Termination<T> {
             }
         };
         let meant = self.target.means(shell, pid).await;
-        // If the process has ended meanwhile, the facts may be those of another process that got its PID during the look.
+        // If the process has ended during the look, the facts that were read may be those of another process that got its
+        // PID.
         if !shell.is_alive(&held) {
             return;
         }
@@ -250,8 +252,8 @@ impl<T: TerminationShell> Termination<T> {
                 let connections = client.connections;
                 let found = MeantClient { control, gpus, server, pid, connections, held, containers };
                 if !self.has_ended(shell, &found) {
-                    // The owner is looked up now, while the process runs: the answer names this client if the request runs
-                    // out of time.
+                    // The service looks up the client's owner now, while the process runs: the answer names the client if
+                    // the request runs out of time.
                     let owner = shell.owner(pid).await;
                     let client = LeftClient { pid, owner, why: WhyLeft::AtWork };
                     self.left
@@ -287,7 +289,7 @@ impl<T: TerminationShell> Termination<T> {
         Ok(())
     }
 
-    /// Ends the work of these clients.
+    /// Ends the GPU work of the clients in `at_work`.
     async fn end_work(
         &mut self,
         shell: &mut T,
@@ -318,7 +320,8 @@ impl<T: TerminationShell> Termination<T> {
                 self.is_left(key, WhyLeft::StaysStopped(why));
                 return None;
             }
-            // The client was not found at this server. The next look decides what to do about it.
+            // The client was not found at this server. The next look at the clients decides what to do about this
+            // client.
             ClientEnd::NotThere => {
                 self.is_left(key, WhyLeft::AtWork);
                 return None;
@@ -351,7 +354,7 @@ impl<T: TerminationShell> Termination<T> {
         }
     }
 
-    /// Fails if only clients without a known slice are left on the GPUs of the request, and that lasts.
+    /// Fails if, for some time, only clients without a known slice are left on the GPUs of the request.
     async fn look_at_unplaced(
         &mut self,
         shell: &mut T,

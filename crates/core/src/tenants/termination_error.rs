@@ -76,14 +76,15 @@ pub enum TerminationError<O> {
         /// The user id of the caller.
         user: u32,
     },
-    /// The service can't read the facts about a process, which the request may mean. The work of the other clients was ended.
+    /// The service can't read the facts about a process, which the request may mean. The work of all other clients that the
+    /// request means was ended.
     Unreadable {
         pid: u32,
         /// The reason why the facts can't be read.
         why: String,
     },
     /// Clients, in words, on the GPUs of the request's slices. The slices of these clients are not known, so the request may
-    /// or may not mean them. The work of the other clients was ended.
+    /// or may not mean them. The work of all other clients that the request means was ended.
     Unplaced(Vec<String>),
     /// A control daemon has not answered. The work of the clients of the other control daemons was ended.
     Silent {
@@ -98,12 +99,13 @@ pub enum TerminationError<O> {
         after: Duration,
         /// The clients that still have work, or may have work.
         left: Vec<LeftClient<O>>,
-        /// The reason why the service may have missed further clients with work. None if it has missed no client.
+        /// The reason why the service may have missed further clients with work. None if the service has missed no
+        /// client.
         doubt: Option<String>,
     },
 }
 
-/// The first 32 of these texts, and the number of further texts.
+/// The first 32 of the texts in `all`, and the number of the further texts.
 pub fn first_named(all: impl ExactSizeIterator<Item = String>) -> String {
     let more = all.len().saturating_sub(NAMED);
     let mut names: Vec<String> = all.take(NAMED).collect();
@@ -113,7 +115,7 @@ pub fn first_named(all: impl ExactSizeIterator<Item = String>) -> String {
     names.join("; ")
 }
 
-/// The clients in words, each once, by PID.
+/// The clients in words: each client once, in the order of the PIDs.
 fn named_clients<O: fmt::Display>(left: &[LeftClient<O>]) -> String {
     let by_pid: BTreeMap<u32, String> = left.iter().map(|one| (one.pid, one.to_string())).collect();
     first_named(by_pid.into_values())

@@ -28,7 +28,7 @@ pub struct EnclosingContainer {
     pub is_the_hosts: bool,
 }
 
-/// The kind of a message about a request.
+/// The kind of a message about a request to end GPU work.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum RequestNews {
     /// The work of a client has ended.
@@ -37,18 +37,19 @@ pub enum RequestNews {
     MayHaveEnded,
 }
 
-/// The questions about processes and their owners. Each call returns: it has its own deadline. Errors are texts for people.
+/// The questions about processes and their owners. Each call has its own deadline, so no call waits forever. Errors are
+/// texts for people.
 pub trait TerminationShell: ClientShell {
     /// The type that describes a client: its PID and its owner.
     type Owner: Clone + fmt::Display + Send + Sync;
 
-    /// Another look at all processes begins.
+    /// Reports to the shell that the request begins another look at all processes.
     fn begin_look(&mut self);
 
     /// The users of a process: its real user, and each user with the rights of which the process acts.
     fn users(&mut self, pid: u32) -> impl Future<Output = Result<Vec<u32>, String>> + Send;
 
-    /// The slices that a process is known to have. None if they are not known.
+    /// The slices that a process is known to have. None if the slices of the process are not known.
     fn slices(&mut self, pid: u32) -> impl Future<Output = Result<Option<KnownSlices>, String>> + Send;
 
     /// The containers that contain a process, with ids in lower case.

@@ -93,8 +93,8 @@ pub struct Look<T> {
     pub news: Vec<OveruseNews>,
     /// The slices over their budgets, of which clients may be ended.
     pub over: Vec<OverBudget<T>>,
-    /// True if an attempt to end clients of the slices in `over` begins now. The caller must report its result to
-    /// [`BudgetWatch::has_attempted`].
+    /// True if an attempt to end clients of the slices in `over` begins now. The caller must report the result of the
+    /// attempt to [`BudgetWatch::has_attempted`].
     pub begins_attempt: bool,
     /// The time of the next look, if no event causes an earlier one. None if no look is planned.
     pub due: Option<CoreTime>,
@@ -112,7 +112,8 @@ pub struct OveruseNews {
     /// The exceeded parts of the budget as a text.
     words: String,
     memory_mib: Option<u64>,
-    /// The reason why the service ends no work of the slice, though the configuration asks for that. None if it does.
+    /// The reason why the service ends no work of the slice, though the configuration wants the service to end work
+    /// on overuse. None if the service ends work.
     spared: Option<String>,
 }
 
@@ -144,7 +145,8 @@ enum AttemptResult {
     Ended(Vec<ProcessId>, Option<usize>),
     /// The client that could not be ended, and the reason.
     Stays(ProcessId, String),
-    /// The client that may have lost its work, and the reason why that is not known.
+    /// The client that may have lost its work, and the reason why the service does not know if the client has lost
+    /// its work.
     Unknown(ProcessId, String),
 }
 
@@ -211,7 +213,8 @@ pub struct BudgetWatch {
     spared: Spared,
     /// The messages of the slices that have exceeded their budget at least once, by the slices' ordinals.
     slices: BTreeMap<u32, SliceMessages>,
-    /// For each slice that has lost clients to its budget, by its ordinal: the last ends of their work.
+    /// For each slice of which clients were ended for its budget, by the slice's ordinal: the times at which their
+    /// work was last ended.
     endings: BTreeMap<u32, Endings>,
     /// True if a client has come since the last look.
     has_come: bool,
@@ -574,7 +577,7 @@ mod tests {
         );
     }
 
-    /// A tenant who starts clients again after each end uses more than the slice until the next look. So from the third end
+    /// A tenant who starts clients again after each end uses more than the slice until the next look. From the third end
     /// within a minute on, the service looks within a tenth of a second after a client comes, and ends the client at once. A
     /// minute later the time between looks is as before.
     #[test]

@@ -10,7 +10,7 @@ pub use names::{BadName, DIRECTORIES, DaemonId, DeviceName, GpuId, SliceId, is_o
 pub use pci_address::{BadPciAddress, PciAddress};
 pub use served_gpu::{ServedGpu, SliceSize};
 
-/// The UUID of a GPU: `GPU-` and 36 characters.
+/// The UUID of a GPU, which consists of `GPU-` and 36 characters.
 pub type GpuUuid = String;
 
 /// A process. The kernel uses a PID again, but no two processes have the same PID and start time.
@@ -34,7 +34,7 @@ impl ProcessId {
 pub struct GpuProcess {
     /// The PID on the host.
     pub pid: u32,
-    /// The GPU memory that the process holds, in MiB. None if the driver does not report it.
+    /// The GPU memory that the process holds, in MiB. None if the driver does not report the memory of the process.
     pub memory_mib: Option<u64>,
     /// True if the process is a client of an MPS server. False for a server itself, and for a program without MPS.
     pub via_mps: bool,

@@ -1,5 +1,5 @@
-//! The names of GPUs, of their slices and of control daemons: `00:06.0`, `00:06.0-1`, the directory `00_06.0-1`, `shared`. No
-//! other file makes or parses them.
+//! The names of GPUs (`00:06.0`), of their slices (`00:06.0-1`), of the slices' directories (`00_06.0-1`) and of control
+//! daemons (`shared`). No other file makes or parses these names.
 
 use alloc::string::{String, ToString};
 use core::error::Error;
@@ -80,7 +80,7 @@ impl SliceId {
         self.to_string().replace(':', "_")
     }
 
-    /// The slice with a directory of this name. The host may have no such slice any more.
+    /// The slice whose directory has this name. The host may no longer have such a slice.
     pub fn with_directory_name(name: &str) -> Option<Self> {
         match name.replace('_', ":").parse() {
             Ok(DeviceName::Slice(slice)) if !name.contains(':') => Some(slice),
@@ -88,8 +88,8 @@ impl SliceId {
         }
     }
 
-    /// Parses an ordinal. None if the text has another form. Each ordinal has only one spelling, so that a slice has only one
-    /// name.
+    /// Parses an ordinal. None if the text does not have the form of an ordinal. Each ordinal has only one spelling, so that
+    /// a slice has only one name.
     pub fn ordinal_in(text: &str) -> Option<u32> {
         text.parse().ok().filter(|ordinal: &u32| text.len() <= DIGITS && ordinal.to_string() == text)
     }
@@ -153,7 +153,7 @@ impl Error for BadName {}
 impl FromStr for DeviceName {
     type Err = BadName;
 
-    /// Parses a name. The address may have any spelling.
+    /// Parses a name. The PCI address in the name may have any spelling.
     fn from_str(name: &str) -> Result<Self, BadName> {
         let (address, ordinal) = Self::parts(name);
         let gpu: GpuId = address.parse().map_err(|_| BadName)?;
@@ -178,7 +178,7 @@ impl From<DeviceName> for String {
     serde(into = "String", from = "String")
 )]
 pub enum DaemonId {
-    // The order of the variants is the order of the ids: `first_that_keeps_from` counts on it.
+    // The order of the variants is the order of the ids, on which `first_that_keeps_from` relies.
     /// The control daemon of one slice.
     Slice(SliceId),
     /// The control daemon of all slices of a GPU.

@@ -22,7 +22,8 @@ pub struct PciAddress {
 }
 
 impl PciAddress {
-    /// The platform's spelling: lower case, without the domain 0000. The name of a GPU is this text. It never contains `-`.
+    /// The platform's spelling: lower case, without the domain 0000. The service uses this spelling as the name of a GPU.
+    /// The spelling never contains `-`.
     pub fn short(self) -> String {
         if self.domain == 0 {
             format!("{:02x}:{:02x}.{:x}", self.bus, self.device, self.function)

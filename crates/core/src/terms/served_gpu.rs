@@ -8,8 +8,8 @@ use super::{GpuId, GpuUuid, SliceId};
 /// The size of a slice.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct SliceSize {
-    /// The memory of the slice: the memory in its entry, or the GPU's memory divided by the number of slices, in whole MiB. 0 if
-    /// the memory of the GPU is not known.
+    /// The memory of the slice: the memory in the configuration's entry for the slice, or the GPU's memory divided by the number
+    /// of slices, in whole MiB. 0 if the memory of the GPU is not known.
     pub memory_mib: u64,
     /// The active thread percentage, 1 to 100.
     pub thread_percentage: u8,

@@ -17,7 +17,7 @@ fn come(story: &Story, at: u64, gpu: &'static str, pids: &'static [u32]) {
     });
 }
 
-/// A client leaves at this time, and the log reports that.
+/// A client leaves at this time, and the log reports that the client has left.
 fn leaves(story: &Story, at: u64, pid: u32) {
     story.host().at(at, move |host| host.client_leaves(pid));
 }
@@ -136,8 +136,8 @@ fn a_refusal_is_not_believed_where_fewer_clients_are_left() {
     assert!(full(&story, "A").contains("48"));
     story.served(8000);
     assert_eq!(full(&story, "A"), "");
-    // Later another client is refused. With 2 clients the GPU is full by its own capacity, so the 48 places in the log do not
-    // count again.
+    // Later another client is refused. With 2 clients the GPU is full by its own capacity, so the capacity of 48 that the log
+    // reports does not count again.
     come(&story, 8100, "A", &[2]);
     story.host().at(8100, |host| host.says(REFUSED));
     story.served(25_000);

@@ -1,4 +1,5 @@
-//! The health check: which process answers, who can reach it, its questions to GPUs, and the consequences of missing answers.
+//! The health check of a control daemon: which process answers, which programs can reach the process, the questions about
+//! GPUs, and the consequences of missing answers.
 
 use mps_core::mps::{Meaning, ServerStatus};
 use mps_core::serve::{Ended, Failure};
@@ -9,7 +10,8 @@ fn silent() -> Option<Failure> {
     Some(Failure::Silent("no answer".to_owned()))
 }
 
-/// A story with a control daemon that has served for a while. Earlier calls and messages are forgotten.
+/// A story with a control daemon that has served for a while. The record of the story forgets the calls and messages
+/// of this time.
 fn served(gpus: &[&str]) -> Story {
     let mut story = Story::with_gpus(gpus);
     story.served(1000);
@@ -187,7 +189,7 @@ fn a_misfit_is_found_by_the_check_and_ends_with_the_last_client() {
     assert_eq!(story.shown(), shown);
     assert!(story.host().reader.ends_when_idle && story.has_done("put off"));
     assert!(story.has_done("keep the state file, stays: false"));
-    // The last client ends without a line in the log, so only a count finds out.
+    // The last client ends without a line in the log, so only a count of the clients finds the end.
     story.host().at(46_000, |host| host.only_stay(&[]));
     assert_eq!(story.serve(60_000), Some(Ok(Ended::Stopped)));
     let counts = story.times("client PIDs");
@@ -222,7 +224,7 @@ fn clients_that_are_not_known_keep_it_and_that_is_told_once() {
     let why = "the clients of the control daemon are not known (other words; NVML hangs), and \
                `yunion-mpsctl apply --force` ends the control daemon with its clients";
     assert!(shown.ends_with(why), "{shown}");
-    // The order fits again, so the control daemon is no misfit any more.
+    // The running control daemon can carry out its order again, so it is no misfit any more.
     story.host().stage.misfit = None;
     story.served(95_000);
     assert_eq!(story.shown(), "Ready, serving");

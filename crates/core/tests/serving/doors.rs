@@ -1,4 +1,4 @@
-//! The door: new programs wait while a decision depends on the number of clients.
+//! The service makes new programs wait while a decision depends on the number of clients.
 
 use mps_core::mps::Meaning;
 use mps_core::serve::{Ended, Requested};

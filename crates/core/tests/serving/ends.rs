@@ -1,4 +1,5 @@
-//! The take-over of a control daemon, the programs that use it, requests of administrators, and its end.
+//! The take-over of a control daemon, the programs that use the control daemon, requests of administrators, and the
+//! end of the control daemon.
 
 use mps_core::mps::ServerStatus;
 use mps_core::serve::{Ended, Failure, Judged, Requested};
@@ -29,7 +30,8 @@ fn unused() -> Permit {
     Permit::unused(Some(0)).unwrap()
 }
 
-/// An administrator makes a request. Returns the end of serving, if it has ended, and the answers.
+/// An administrator makes a request. Returns the way in which serving has ended, if it has ended, and the answers to
+/// the administrator.
 fn asked(story: &mut Story, request: Requested) -> (Option<Ended>, Vec<Result<(), String>>) {
     story.host().asks(request);
     let ended = story.serve(20_000).map(Result::unwrap);
@@ -118,8 +120,9 @@ fn nobody_knows_where_nvml_says_nothing() {
 
 #[test]
 fn an_empty_list_is_not_relied_on_after_a_fatal_error() {
-    // In turn: the log has reported the error; the control daemon reports it for a server that the service knows; the control
-    // daemon reports it for another server; the control daemon does not answer the question about errors.
+    // The four cases: the log has reported the fatal error; the control daemon reports the error for a server that the
+    // service knows; the control daemon reports the error for another server; the control daemon does not answer the question
+    // about errors.
     for case in 0..4 {
         let mut story = with_clients(&[]);
         story.host().stage.nvml.insert("A".to_owned(), Ok([1].into()));

@@ -1,4 +1,5 @@
-//! Fatal GPU errors: which clients are reported, when the error is over, and which clients may be ended for it.
+//! Fatal GPU errors: which clients are reported, when the error is over, and which clients may be ended because of
+//! the error.
 
 use mps_core::mps::{Meaning, ServerStatus};
 use mps_core::serve::Failure;
@@ -130,8 +131,8 @@ fn a_server_is_not_ended_while_a_link_leads_to_it() {
     story.host().at(30_000, |host| host.stage.answers = Some(unreachable));
     // While programs can't reach the control daemon, it does no harm that the link can't be removed.
     story.host().stage.bad_links = Some("the link can't be changed".to_owned());
-    // The control daemon answers again. No health check has noticed that yet when the service looks at the fault after the
-    // grace period.
+    // The control daemon answers again. No health check has noticed the answers yet when the service looks at the fault
+    // after the grace period.
     story.host().at(42_000, |host| host.stage.answers = None);
     story.served(45_000);
     assert_eq!((story.calls("keep waiting"), story.calls("shut down")), (2, 0));
@@ -141,7 +142,8 @@ fn a_server_is_not_ended_while_a_link_leads_to_it() {
 fn a_server_that_is_well_when_the_door_is_closed_is_not_ended() {
     let mut story = faulted(&[(1, "A")], &[1]);
     story.served(39_900);
-    // All clients that were hit end during the question. Another client has just connected, and works.
+    // All clients that the error has hit end while the service asks for the clients. Another client has just
+    // connected, and works.
     story.host().during("clients", |host| {
         host.during("read on", |host| {
             host.stage.gone.insert(1);
@@ -160,7 +162,8 @@ fn a_server_that_is_well_when_the_door_is_closed_is_not_ended() {
 fn a_server_that_has_met_the_next_error_meanwhile_is_not_ended() {
     let mut story = faulted(&[(1, "A")], &[1]);
     story.served(39_900);
-    // All clients that were hit end. Another client comes and meets a second error, which the log does not report.
+    // All clients that the error has hit end. Another client comes and meets a second error, which the log does not
+    // report.
     story.host().during("clients", |host| {
         host.during("inspect", |host| {
             host.stage.gone.insert(1);
@@ -243,7 +246,7 @@ fn clients_that_nvml_knows_keep_the_server_as_well() {
     let why = "the server is not ended, since not all its clients are known: NVML hangs";
     assert!(story.shown().ends_with(why), "{}", story.shown());
     assert_eq!(story.calls("shut down"), 0);
-    // If NVML can't list the clients on the GPU with the error, that does not matter: all of them have lost their work.
+    // The service needs no list of the clients on the GPU with the error: all clients on this GPU have lost their work.
     let mut story = faulted(&[(1, "A")], &[1]);
     story.host().stage.nvml.insert("A".to_owned(), Err("NVML hangs".to_owned()));
     story.served(60_000);
@@ -277,7 +280,7 @@ fn an_error_that_the_log_tells_of_during_the_look_is_another_one() {
     let mut story = faulted(&[(1, "A")], &[1]);
     story.served(10_300);
     recovers(&story, 11_000, &[]);
-    // The log reports another error right after the server has reported that it has recovered from the first.
+    // The log reports another error right after the server has reported its recovery from the first error.
     story.host().at(11_000, |host| {
         host.during("read on", |host| {
             host.is_status(SERVER, ServerStatus::Fault);
@@ -306,7 +309,7 @@ fn another_control_daemon_does_not_say_that_a_server_has_ended() {
     assert!(!story.shown().starts_with("Ready"), "{}", story.shown());
 }
 
-/// The same story with the control daemon of driver 535, which can't report the status of its server.
+/// The story of `faulted` with the control daemon of driver 535, which can't report the status of its server.
 fn faulted_with_535(clients: &'static [(u32, &'static str)], named: &'static [u32]) -> Story {
     let story = faulted(clients, named);
     story.host().is_old = true;
@@ -333,7 +336,7 @@ fn with_driver_535_another_control_daemon_does_not_say_who_is_left() {
     let mut story = faulted_with_535(&[(1, "A")], &[1]);
     story.host().stage.nvml.insert("A".to_owned(), Ok([1].into()));
     story.served(10_300);
-    // Another control daemon, without clients, has the directory only during this question.
+    // Another control daemon, without clients, listens in the directory only while the service asks for the clients.
     story.host().during("clients", |host| {
         host.taken_by = Some(7);
         host.only_stay(&[]);

@@ -133,7 +133,8 @@ fn a_server_on_the_gpu_is_not_kept_out() {
     assert_eq!(bypasses(&story, "A"), (vec![7], false));
 }
 
-/// After a reload that lets the service set modes, it sets them without a restart.
+/// After a reload that lets the service set compute modes, the service sets the modes without a restart of the
+/// control daemon.
 #[test]
 fn a_mode_that_a_reload_wants_was_changed_by_nobody() {
     let mut story = Story::with_gpus(&["A"]);
@@ -153,7 +154,8 @@ fn a_mode_that_a_reload_wants_was_changed_by_nobody() {
     assert!(has_told(&story), "{:?}", story.host().reader.words);
 }
 
-/// A program without MPS is reported, but does not prevent the start of a server: the servers take turns with it.
+/// A program without MPS is reported, but does not prevent the start of a server if control daemons take turns on the
+/// GPU: the program takes turns with the servers.
 #[test]
 fn no_server_is_kept_out_where_control_daemons_take_turns() {
     let mut story = served(&["A"]);
@@ -208,8 +210,8 @@ fn clients_that_the_control_daemon_lists_are_no_bypasses() {
     story.served(45_000);
     assert_eq!(bypasses(&story, "A"), (vec![], false));
     assert!(story.has_done("remember {7}"), "it is known by its name when it has to be told of");
-    // NVML lists a process as an MPS client, and the control daemon does not know it: it is a client of another control
-    // daemon.
+    // NVML lists a process as an MPS client, and the control daemon does not know the process: the process is a client
+    // of another control daemon.
     story.host().only_stay(&[]);
     story.host().process("A", GpuProcess { pid: 7, memory_mib: None, via_mps: true });
     story.served(60_000);
@@ -243,7 +245,8 @@ fn a_faulted_server_does_not_list_its_clients_so_nobody_is_a_bypass() {
     story.host().at(20_000, |host| {
         host.process("A", GpuProcess { pid: 7, memory_mib: None, via_mps: true });
     });
-    // The server meets a fatal error after the service has asked for its status, and before it asks for the clients.
+    // The server meets a fatal error after the service has asked for the server's status, and before the service asks
+    // for the clients.
     story.host().during("client PIDs", |host| {
         host.is_status(SERVER, ServerStatus::Fault);
     });

@@ -1,4 +1,5 @@
-//! Limits: how they are put in force, are reported late or never, and are changed by other programs.
+//! The limits of a control daemon: the service puts them in force, the log reports them late or never, and other
+//! programs change them.
 
 use std::time::Duration;
 
@@ -80,7 +81,8 @@ fn a_server_that_runs_gets_other_limits_and_confirms_them() {
 fn a_server_with_the_right_limits_is_left_alone() {
     let mut story = Story::with_gpus(&["A"]);
     with_server(&story);
-    // A service before this one may have read the server's lines in the log. This service reads them again.
+    // An earlier process of the service may have read the server's lines in the log. The present process reads the
+    // lines again.
     story.once(async |serving| serving.read_on().await);
     story.served(1000);
     assert_eq!((story.calls("set limits of 9"), story.shown().as_str()), (0, "Ready, serving"));
@@ -185,7 +187,7 @@ fn a_server_that_has_gone_needs_no_limits() {
     let mut story = Story::with_one_user(&["A"]);
     with_server(&story);
     story.host().log_is_skipped();
-    // The server has ended, and the control daemon lists it for a last time.
+    // The server has ended, and the control daemon lists the server for a last time.
     story.host().during("inspect", |host| _ = host.servers.remove(&9));
     story.served(1000);
     assert_eq!((story.calls("set limits of 9"), story.shown().as_str()), (0, "Ready, serving"));

@@ -2,7 +2,7 @@
 //! histories covers: messages, questions, and their order.
 
 // clippy.toml allows `unwrap` and the like only in functions marked as tests. The helper functions of this file are not
-// marked, and call `unwrap` too.
+// marked as tests, and call `unwrap` too.
 #![allow(clippy::unwrap_used, clippy::panic, clippy::indexing_slicing, clippy::unnecessary_wraps)]
 
 mod capacity;

@@ -1,4 +1,4 @@
-//! Servers that start and end, even before the service watches them, and the pauses before the next one.
+//! Servers that start and end, even before the service watches them, and the pauses before the next server starts.
 
 use std::time::Duration;
 
@@ -50,7 +50,7 @@ fn a_server_that_the_check_does_not_find_any_more_is_missed() {
     let mut story = Story::with_gpus(&["A"]);
     story.served(9000);
     {
-        // The server has ended, and no line of the log reports that.
+        // The server has ended, and no line of the log reports the end.
         let mut host = story.host();
         host.servers.clear();
         host.server_comes_in = Duration::MAX;
@@ -59,7 +59,7 @@ fn a_server_that_the_check_does_not_find_any_more_is_missed() {
     assert_eq!(story.shown(), "Backoff, not serving: the server has ended; its log ends here");
 }
 
-/// The process of a killed server ends before its control daemon notices that and lets the next server start.
+/// The process of a killed server ends before its control daemon notices the end and lets the next server start.
 #[test]
 fn a_killed_server_has_a_successor_as_soon_as_its_end_is_noted() {
     let mut story = Story::with_gpus(&["A"]);
@@ -115,7 +115,7 @@ fn a_server_of_another_user_counts_as_one() {
 fn pauses(lives_for: u64, starts: usize) -> Vec<u128> {
     let mut story = Story::with_gpus(&["A"]);
     for server in 0..100 {
-        // Each server lives for this time.
+        // Each server lives for `lives_for` milliseconds.
         let server = SERVER + server;
         story.host().during("watch", move |host| {
             let ends = u64::try_from(host.now.as_millis()).unwrap() + lives_for;
@@ -197,7 +197,7 @@ fn no_server_is_started_for_one_that_does_not_want_one() {
         story.forget();
         story.host().at(10_000, |host| {
             host.server_ends(SERVER, 0);
-            // The control daemon has a client: without clients, a retiring one would be ended.
+            // The control daemon has a client: without clients, a retiring control daemon would be ended.
             host.client(1, 300, "A");
         });
         story.host().stage.answers_to.insert("client PIDs", Failure::NotUnderstood("other words".to_owned()));
@@ -239,7 +239,8 @@ fn no_server_is_started_while_the_faulted_one_may_live() {
     story.host().at(10_000, |host| {
         host.is_status(SERVER, ServerStatus::Fault);
         host.says(Meaning::FaultHandling { server: SERVER });
-        // A tenant can write such a line into the log, so it must not count as the end of the server.
+        // A tenant can write a line about the exit of a server into the log, so the line must not count as the end of
+        // the server.
         host.says(Meaning::ServerExited { server: SERVER, status: 1 });
     });
     story.served(20_000);

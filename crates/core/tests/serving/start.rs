@@ -1,4 +1,5 @@
-//! Starts: which other control daemon is ended before, which GPUs the new one gets, and multi-user mode.
+//! Starts of control daemons: which foreign control daemon is ended before a start, which GPUs the new control daemon
+//! gets, and multi-user mode.
 
 use std::pin::pin;
 
@@ -267,7 +268,7 @@ fn programs_on_the_gpus_are_seen_before_it_starts() {
     }
     let (started, reach) = shell.start(&["A", "B"], MULTIUSER);
     assert_eq!(started, Ok(true));
-    // One look does not make a process a bypass.
+    // One look at the GPU does not suffice to report a process as a program without MPS.
     assert!(shell.shell.host().stage.bypasses.values().all(|(seen, _)| seen.is_empty()));
     let noted = format!("{reach:?}");
     assert!(noted.contains("ProcessId { pid: 7,") && !noted.contains("ProcessId { pid: 8,"), "{noted}");

@@ -18,8 +18,8 @@ use common::host::proc;
 use common::published::snapshot::drained;
 use common::text::printable;
 
-/// The most bytes of a container's state that are read from standard input. A runtime writes some hundred bytes, and
-/// the annotations.
+/// The most bytes of a container's state that are read from standard input. A container runtime writes some hundred
+/// bytes, and the container's annotations.
 const STATE: u64 = 1024 * 1024;
 
 #[derive(Debug, Args)]
@@ -139,7 +139,8 @@ struct ToBind {
     waits_for_owner: bool,
 }
 
-/// The binding to ask for. None if there is nothing to bind, for example a job without slices.
+/// The binding that the command asks the service for. None if there is nothing to bind, for example a job without
+/// slices.
 fn wanted(arguments: &Arguments) -> Result<Option<ToBind>> {
     if arguments.slurm {
         let job = slurm::job()?;
@@ -174,7 +175,7 @@ pub(crate) async fn unbind(daemon: &DaemonProxy, arguments: &Unbind, out: &mut d
     Ok(())
 }
 
-/// The control group that the options name. Clap ensures that one of them is set.
+/// The control group that the options name. Clap ensures that one of the two options is set.
 fn named(pid: Option<u32>, control_group: Option<&str>) -> GroupOf {
     control_group
         .map_or_else(|| GroupOf::Process(pid.unwrap_or_default()), |path| GroupOf::Path(path.to_owned()))
@@ -208,8 +209,8 @@ fn container_state(input: impl Read) -> Result<ContainerState, String> {
     Ok(state)
 }
 
-/// True if this process is in a user namespace, as in a container runtime without root. The bus would not accept its
-/// user.
+/// True if this process is in a user namespace, as in a container runtime without root. The bus would not accept the
+/// user of a process in a user namespace.
 fn is_in_user_namespace() -> bool {
     fs::read_to_string(proc::OWN_UID_MAP).is_ok_and(|map| !is_whole(&map))
 }

@@ -149,7 +149,7 @@ impl Scope {
     }
 
     /// The first pipe directory of these GPUs in which the control daemon's socket itself is, and not a link that the
-    /// service can remove. A drain can't exclude a program that has this directory.
+    /// service can remove. A drain can't exclude a program that uses this pipe directory.
     fn open_directory<'a>(&self, control_daemons: &'a [Listed<ControlDaemon>]) -> Option<&'a str> {
         let mut theirs = control_daemons.iter().filter(|daemon| {
             self.all || self.slices.iter().any(|(slice, _)| slice.pipe_directory == daemon.pipe_directory)
@@ -180,7 +180,7 @@ impl Scope {
         client.bypass && (self.all || its.peek().is_some() && its.all(|(_, is_drained)| *is_drained))
     }
 
-    /// The clients that the drain still waits for. None while the service or a control daemon is starting, since its clients
+    /// The clients that the drain still waits for. None while the service or a control daemon is starting, since the clients
     /// are not known yet.
     async fn remaining_clients(&self, daemon: &DaemonProxy) -> Result<Option<RemainingClients>, BusError> {
         if !knows_its_clients(daemon).await? {
@@ -200,7 +200,7 @@ fn is_on(client: &Client, slice: &Device) -> bool {
     slice.device_path.as_ref() == Some(&client.gpu)
 }
 
-/// The clients that one look has found.
+/// The clients that one look of a waiting drain has found.
 struct RemainingClients {
     /// The clients of drained slices, for which the drain waits.
     clients: Vec<Listed<Client>>,
@@ -239,7 +239,8 @@ fn no_client(bypassing: &[Listed<Client>]) -> String {
     )
 }
 
-/// A note that the drain waits for some clients only because their slices are not known; empty if there are none.
+/// A note that the drain waits for some clients only because their slices are not known; empty if there are no such
+/// clients.
 fn unplaced(clients: &[Listed<Client>]) -> String {
     let unplaced = clients.iter().filter(|client| client.device.is_none());
     let pids: Vec<String> = unplaced.take(ROWS).map(|client| client.pid.to_string()).collect();
@@ -257,7 +258,7 @@ fn describe(clients: &[Listed<Client>]) -> String {
     clients.iter().map(|client| describe_one(client)).collect::<Vec<_>>().join(", ")
 }
 
-/// Describes a client: `process 1153 (python3, user worker, 00:06.0-1, container 4f1c2d3e5a6b)`.
+/// Describes a client, for example as `process 1153 (python3, user worker, 00:06.0-1, container 4f1c2d3e5a6b)`.
 fn describe_one(client: &Client) -> String {
     let Client { pid, command, user, .. } = client;
     let mut facts = vec![command.shown()];

@@ -1,10 +1,10 @@
 //! `yunion-mpsctl run`: starts a GPU program, and passes signals to it in a way that does not harm other clients.
 //!
-//! A signal that ends a program in the middle of a kernel is a fault for every client on its GPU. So no signal may reach the
-//! command before its GPU work has ended, not even the terminal's. The terminal signals its foreground process group, which
-//! remains that of this process: the command runs in a new session without a controlling terminal. The descriptors of the
-//! terminal that it inherits still work there, for reading too, since job control stops only processes whose controlling terminal
-//! it is. The terminal itself is never changed, so nothing has to be restored.
+//! A signal that ends a program in the middle of a kernel is a fault for every client on its GPU. No signal may reach the
+//! command before its GPU work has ended, not even a signal of the terminal. The terminal signals its foreground process group,
+//! which remains the process group of this process: the command runs in a new session without a controlling terminal. The
+//! terminal's descriptors that the command inherits still work in the new session, for reading too, since job control stops
+//! only processes with this controlling terminal. The settings of the terminal are never changed, so none has to be restored.
 
 use std::borrow::Cow;
 use std::collections::BTreeSet;
@@ -104,8 +104,8 @@ pub(crate) async fn run(daemon: DaemonProxy, arguments: &Arguments) -> Result<u8
                 Signal::TSTP => command.suspend(),
                 Signal::WINCH => command.send(signal),
                 Signal::USR1 | Signal::USR2 if command.handles(signal) => command.signal(signal),
-                // Slurm may repeat its signal within milliseconds. The repetition does not end the command at once: Slurm
-                // itself sends SIGKILL if the command does not end.
+                // Slurm may repeat its signal within milliseconds. The repetition does not end the command at once, since
+                // Slurm itself sends SIGKILL if the command does not end.
                 _ if waiting.is_some() && arguments.devices.are_from_slurm() => {}
                 _ if std::mem::take(&mut first) => waiting = Some((signal, Box::pin(release(command)))),
                 _ => {
@@ -120,10 +120,11 @@ pub(crate) async fn run(daemon: DaemonProxy, arguments: &Arguments) -> Result<u8
     }
 }
 
-/// Tries to put this process, if it runs as root, into a control group of its own, and returns true if it is alone there. In
-/// that case the control group can be bound to slices, and the environment of the command does not count. A command in a
-/// session, or in a terminal of a desktop, gets a scope. A command in a unit with other processes stays there, since systemd
-/// has to end it together with the unit; a command of Slurm stays too, since Slurm ends its jobs in the same way.
+/// Tries to put this process, if it runs as root, into a control group of its own, and returns true if the process is alone
+/// in the control group. A control group with this process alone can be bound to slices, and then the environment of the
+/// command does not count. A command in a session, or in a terminal of a desktop, gets a systemd scope. A command in a unit
+/// with other processes stays in the unit, since systemd has to end it together with the unit; a command of Slurm stays
+/// too, since Slurm ends its jobs in the same way.
 async fn takes_control_group(command: &[OsString]) -> bool {
     if !geteuid().is_root() || !systemd::runs_host() {
         return false;
@@ -149,8 +150,8 @@ fn label(command: &[OsString]) -> String {
 }
 
 /// If the arguments (the first one is the program's name) begin with [`BECOME`], this process starts a new session and executes
-/// the command in them. On a failure it returns the exit status that a shell has for a command that is not found or can't be
-/// executed.
+/// the command in them. On a failure this process returns the exit status that a shell has for a command that is not found or
+/// can't be executed.
 pub(crate) fn become_command(arguments: &[OsString], err: &mut dyn Write) -> Option<u8> {
     let [_, ask, command, rest @ ..] = arguments else { return None };
     if ask != BECOME {
@@ -194,7 +195,7 @@ pub(crate) fn without_dashes(arguments: &[OsString]) -> Option<String> {
     Some(format!("write the command behind `--`; did you mean: {meant}", meant = printable(&meant)))
 }
 
-/// True if a word could be the name of a slice or a GPU: `00:06.0-1`, `GPU-76aef7ff-...`.
+/// True if a word could be the name of a slice or a GPU, such as `00:06.0-1` or `GPU-76aef7ff-...`.
 fn is_device(word: &str) -> bool {
     DeviceName::parts(word).0.parse::<GpuId>().is_ok() || word.starts_with("GPU-")
 }

@@ -70,9 +70,9 @@ pub(crate) async fn terminate(
     Ok(())
 }
 
-/// The clients whose work was ended, as the service names them in an event since `asked`. The control daemons are not
-/// asked, since a hung one would first be busy with that question. None if no client had work, or if the service does
-/// not answer.
+/// The clients whose work was ended, as the service names them in an event since `asked`. The command does not ask
+/// the control daemons, since a hung control daemon would first be busy with this question. None if no client had
+/// work, or if the service does not answer.
 async fn whose(daemon: &DaemonProxy, whom: &Whom, asked: SystemTime) -> Option<String> {
     let named = match whom {
         Whom { pid: Some(pid), .. } => vec![pid.to_string()],

@@ -1,4 +1,5 @@
-//! The configuration files: their mistakes for this service and for the host agent, and if they are in force.
+//! The configuration files: mistakes in the files for this service and for the host agent, and if the files are in
+//! force.
 
 use std::fs::File;
 use std::io::ErrorKind;
@@ -79,7 +80,8 @@ fn agent(facts: &Facts) -> Outcome {
     each(&facts.loaded()?.agent, |it| [of_problem(Severity::Warning, it.name, &it.problem)])
 }
 
-/// Compares the published GPUs with a new plan. A GPU that was added or removed since then is no difference in the files.
+/// Compares the published GPUs with a new plan. A GPU that was added or removed since the last reload is no difference in
+/// the files.
 fn loaded(facts: &Facts) -> Outcome {
     let (loaded, published, plan) = (facts.loaded()?, facts.published()?, facts.plan()?);
     let mut findings: Vec<Finding> = Vec::new();

@@ -98,8 +98,8 @@ fn closed(facts: &Facts) -> Outcome {
     Ok(findings)
 }
 
-/// Finds control daemons whose own sockets are not in a directory for root alone: with such a directory, root of a
-/// container can command the control daemon.
+/// Finds control daemons whose own sockets are not in a directory for root alone: a container that has another
+/// directory with the sockets and runs as root of the host can command the control daemon.
 fn private(facts: &Facts) -> Outcome {
     let planned = facts.plan().map(|plan| plan.control_daemons.as_slice()).unwrap_or_default();
     each(&facts.published()?.control_daemons, |daemon| {
@@ -139,8 +139,8 @@ fn private(facts: &Facts) -> Outcome {
     })
 }
 
-/// Finds directories of slices without the immutable flag. A container that can write to such a directory can remove
-/// the link there, or make its own socket.
+/// Finds directories of slices without the immutable flag. A container that can write to a slice's directory without
+/// this flag can remove the link in the directory, or make its own socket.
 fn changeable(facts: &Facts) -> Outcome {
     let daemons = if facts.own_processes() { facts.published()?.control_daemons.as_slice() } else { &[] };
     let serving = daemons.iter().filter(|daemon| daemon.state == ControlDaemonState::Ready);
@@ -271,7 +271,7 @@ fn runtime_directory(facts: &Facts) -> Outcome {
             return Err(format!("only root can read {state_file}", state_file = state_file.display()).into());
         }
         // A running service still knows the content of its state file, and writes the file again. A service that starts now
-        // would not know it.
+        // would not know the content.
         let remedy = if facts.published().is_ok() {
             "the service writes the file again within a minute: do not restart the service before, or it \
              takes its control daemons for those of another program"
@@ -391,13 +391,14 @@ fn ageing(facts: &Facts) -> Outcome {
 
 /// The line of tmpfiles.d because of which systemd-tmpfiles removes the content of a directory: the nearest line for
 /// the directory or for an ancestor, if that line has an age and no line of type x excludes the directory. Lines with
-/// patterns are ignored: the remedy has none.
+/// patterns are ignored: the remedy of this check contains no pattern.
 fn aged_by<'l, F>(directory: &Path, lines: impl Iterator<Item = (&'l str, F)>) -> Option<(&'l str, F)> {
     let mut nearest: Option<(usize, bool, &str, F)> = None;
     for (line, file) in lines {
         let fields: Vec<&str> = line.split_whitespace().collect();
         let (Some(kind), Some(path)) = (fields.first(), fields.get(1)) else { continue };
-        // tmpfiles.d: a line with `!` counts only at boot. Lines of types other than these do not clean up a directory.
+        // tmpfiles.d: a line with `!` counts only at boot. Lines of types other than those in this condition do not
+        // clean up a directory.
         let counts = kind.starts_with(['x', 'd', 'D', 'e', 'v', 'q', 'Q', 'C']) && !kind.contains('!');
         if !counts || !directory.starts_with(path) {
             continue;
