@@ -106,7 +106,7 @@ fn shared(view: GpuView, previous: &Snapshot) -> Arc<GpuView> {
     same.map_or_else(|| Arc::new(view), Arc::clone)
 }
 
-/// True if `ListDevices` and `ListGpus` show the same for both. Otherwise the generation grows.
+/// True if `ListDevices` and `ListGpus` show the same for both lists of GPUs. If they show a difference, the generation grows.
 fn same_listed(new: Option<&[Arc<GpuView>]>, old: Option<&[Arc<GpuView>]>) -> bool {
     let same =
         |(new, old): (&Arc<GpuView>, &Arc<GpuView>)| Arc::ptr_eq(new, old) || listed(new) == listed(old);
@@ -116,8 +116,8 @@ fn same_listed(new: Option<&[Arc<GpuView>]>, old: Option<&[Arc<GpuView>]>) -> bo
     }
 }
 
-/// The part of a GPU's view that counts for the generation: the part that `ListDevices` and `ListGpus` show. The
-/// clients and their memory change often, and do not count.
+/// The part of a GPU's view that counts for the generation: the part that `ListDevices` and `ListGpus` show. The clients and
+/// their memory change often, and do not count for the generation.
 fn listed(gpu: &GpuView) -> GpuView {
     let mut gpu = gpu.clone();
     let overuse = |one: &SliceUse| SliceUse { overuse: one.overuse.clone(), ..SliceUse::default() };
@@ -125,7 +125,8 @@ fn listed(gpu: &GpuView) -> GpuView {
     gpu.in_use = None;
     gpu.uses = if known { gpu.uses.iter().map(overuse).collect() } else { Vec::new() };
     if let Ok(facts) = gpu.plan.gpu.nvml.as_mut() {
-        // The compute mode of the plan is that of the time of planning, so it does not count. The view has the present mode.
+        // The plan has the GPU's compute mode of the time of planning, which does not count for the generation. The view has the
+        // present compute mode.
         facts.state = GpuState::default();
     }
     gpu
@@ -162,7 +163,7 @@ fn gpu_view(plan: &GpuPlan, parts: &Parts<'_>) -> GpuView {
     }
 }
 
-/// The value that all control daemons of a GPU have confirmed. None if they differ.
+/// The value that all control daemons of a GPU have confirmed. None if the control daemons have confirmed different values.
 fn of_all<T: PartialEq>(
     serving: &[(&Status, &GpuStatus)],
     value: impl Fn(&GpuStatus) -> Option<T>,
@@ -282,7 +283,7 @@ fn bound(plan: &GpuPlan, bindings: &SliceBindings) -> BTreeMap<u32, BoundSlice> 
     all.into_iter().map(|(ordinal, bindings)| (ordinal, shown(bindings))).collect()
 }
 
-/// Joins the first names, and says how many names are left out.
+/// Joins the first [`NAMES`] names to a text, and says how many names are left out.
 fn first_of(names: &[&str]) -> String {
     let (first, others) = names.split_at(names.len().min(NAMES));
     let others = if others.is_empty() { String::new() } else { format!(" and {} more", others.len()) };
@@ -305,13 +306,13 @@ fn unlinked(plan: &GpuPlan, status: &Status) -> BTreeMap<u32, String> {
     (0..plan.slices()).filter_map(why).collect()
 }
 
-/// True while a supervisor sets the limits of a GPU. The GPU is not served for these milliseconds, and that is no
-/// problem.
+/// True while a supervisor sets the limits of a GPU. The GPU is not served for some milliseconds while the limits are set, which
+/// is no problem to report.
 fn being_set(parts: &Parts<'_>, gpu: &GpuView) -> bool {
     served(parts, gpu.uuid()).any(|(_, gpu)| gpu.being_set) && gpu.plan.obstacles.is_empty()
 }
 
-/// The first GPU with a slice that is not served, or the first control daemon without a link in its pipe directory.
+/// Names the first GPU with a slice that is not served, or the first control daemon without a link in its pipe directory.
 fn astray(parts: &Parts<'_>, gpus: &[Arc<GpuView>]) -> Option<String> {
     let pipe = |status: &Status| {
         Some(format!(
@@ -426,8 +427,8 @@ fn state(parts: &Parts<'_>, gpus: Option<&[Arc<GpuView>]>) -> (State, String) {
             (problem, _) => (State::Degraded, problem.to_owned()),
         };
     }
-    // A server that can't open one of its GPUs serves none of them. So the reason of such a GPU is also the reason why the
-    // other GPUs are not served.
+    // A server that can't open one of its GPUs serves none of them. So the reason why the server can't open this GPU is also the
+    // reason why its other GPUs are not served.
     let keeps_server_out =
         |gpu: &&Arc<GpuView>| served(parts, gpu.uuid()).any(|(_, gpu)| gpu.server_kept_out);
     let mut unhealthy = gpus.iter().filter(unserved);
@@ -480,7 +481,7 @@ pub(crate) fn status_line(snapshot: &Snapshot) -> String {
         line.push_str("; ");
         line.push_str(&snapshot.reason);
     }
-    // systemd accepts only one line.
+    // systemd accepts only one line as the status of a service.
     line.replace('\n', " ")
 }
 

@@ -20,9 +20,9 @@
 //! ```
 //!
 //! The way begins in the crate `common`, which has the configuration, the host and the plan, and everything else that
-//! yunion-mpsctl needs too. The crate `mps_core` decides, and can't name anything that acts. The modules stand on floors, and
-//! a module uses only modules below it. `tests/it/structure.rs` checks this rule in all crates, and a second rule: a library,
-//! or /proc, is named in one module alone.
+//! yunion-mpsctl needs too. The crate `mps_core` makes the decisions, and can't use any code that acts on the host. The modules
+//! stand on floors, and a module uses only modules on lower floors. `tests/it/structure.rs` checks this rule in all crates, and a
+//! second rule: a library, or /proc, is named in one module alone.
 //!
 //! | floor | module | its job |
 //! |---|---|---|
@@ -50,7 +50,8 @@ mod skip;
 mod supervisor;
 mod tenants;
 
-// The library exports only what the program and the tests use, so that the compiler finds unused code. The program uses:
+// The library exports only what the program and the tests use, so that the compiler finds unused code. The program uses this
+// function:
 pub use daemon::program::main as run_daemon;
-// The tests of the bus use:
+// The tests of the bus use these types:
 pub use dbus::{BusConnection, Reply, Request, WantedBinding};

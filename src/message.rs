@@ -1,5 +1,5 @@
-//! The messages on which an administrator acts. Each kind has its own `MESSAGE_ID` in the journal. With this id, `journalctl -x`
-//! finds an explanation (`packaging/journal`), and an alert finds the message.
+//! The messages on which an administrator acts. Each kind has its own `MESSAGE_ID` in the journal. By the `MESSAGE_ID`,
+//! `journalctl -x` finds an explanation (`packaging/journal`), and an alert finds the message.
 
 use std::fmt::Display;
 
@@ -47,7 +47,7 @@ pub(crate) enum Message {
     ComputeModeStays,
 }
 
-/// The control daemon, server, GPU and slice that a message is about. Each is a field in the journal.
+/// The control daemon, server, GPU and slice that a message is about. Each known value is a field of the message in the journal.
 #[derive(Debug, Clone, Copy, Default)]
 pub(crate) struct Subject<'a> {
     /// The id of the control daemon that the message is about.

@@ -25,7 +25,7 @@ use common::published::snapshot::{Named, Snapshot};
 const LOOK_PERIOD: Duration = Duration::from_secs(5);
 
 impl Daemon {
-    /// Binds a control group. The answer has the names of its slices. The answer comes when the binding is saved and
+    /// Binds a control group to slices, and answers with the names of the slices. The answer comes when the binding is saved and
     /// published, and the kernel enforces the memory limit if it can: a program may start right after the answer.
     pub(super) fn bind(&mut self, wanted: &WantedBinding, reply: Reply<Vec<String>>) {
         let bound = self.bound(wanted);
@@ -42,8 +42,9 @@ impl Daemon {
         let (ended, slices) = {
             let snapshot = self.snapshot.borrow();
             let named: Vec<DeviceName> = match &wanted.slices {
-                // A shared slice excludes no control group, so no old binding has to end first. Looking for ended bindings
-                // would also be slow: a shared slice may have thousands, and the service reads files of the kernel for each.
+                // A shared slice excludes no control group, so no old binding has to end first. Looking for ended bindings would
+                // also be slow: a shared slice may have thousands of bindings, and the service reads files of the kernel for each
+                // binding.
                 _ if wanted.shares => Vec::new(),
                 WantedSlices::All(names) => {
                     names.iter().filter_map(|name| Some(snapshot.find(name)?.id())).collect()
@@ -68,8 +69,8 @@ impl Daemon {
     }
 
     /// Binds a container to its slice in the host agent's records, or to the first free slice of the GPU in the records. The
-    /// container keeps that slice while its control group exists, even over restarts of the service: no record says which slice
-    /// it got.
+    /// container keeps the chosen slice while its control group exists, even over restarts of the service: no record says which
+    /// slice the container got.
     pub(super) fn bind_recorded(&mut self, container: RecordedContainer, device: DeviceName) {
         if let Err(error) = self.bound_recorded(container, device) {
             tracing::debug!("a container of the platform is not bound to {device}: {error}");
@@ -88,8 +89,8 @@ impl Daemon {
         let slice = {
             let snapshot = self.snapshot.borrow();
             match snapshot.find(&device.to_string()) {
-                // The host agent's records name this slice, so the control group gets it even if the slice is drained: its
-                // container has the slice already.
+                // The host agent's records name this slice, so the control group gets the slice even if it is drained: the
+                // container of the control group has the slice already.
                 Some(Named::Slice(gpu, ordinal)) => gpu.plan.slice(ordinal),
                 // The records name a GPU, so the control group gets any free slice of it.
                 _ => {
@@ -125,8 +126,8 @@ impl Daemon {
         }
     }
 
-    /// Removes the bindings whose control groups have ended. The kernel does not report when a process leaves a
-    /// control group, so this is repeated while there are bindings.
+    /// Removes the bindings whose control groups have ended. The kernel does not report when a process leaves a control group, so
+    /// the service repeats this check while there are bindings.
     pub(super) fn end_bindings(&mut self) {
         let before = Arc::clone(self.state_file.lock().bindings());
         let mut bindings = SliceBindings::clone(&before);
@@ -136,8 +137,8 @@ impl Daemon {
             return;
         }
         if let Err(error) = self.state_file.lock().set_bindings(bindings) {
-            // A service that starts later reads the old bindings from the file, and ends them again, since their control
-            // groups have no process.
+            // The state file still has the ended bindings. The next service reads these bindings and ends them again, since their
+            // control groups have no process.
             tracing::warn!("ended bindings can't be removed from the state file: {error}");
             return;
         }

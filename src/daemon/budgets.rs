@@ -23,7 +23,7 @@ impl Daemon {
         self.budgets.pursue(plan.gpus.iter().filter_map(|gpu| GpuBudget::from_plan(gpu, on_overuse)));
     }
 
-    /// Looks at the clients of all GPUs. The answer comes when the numbers are published.
+    /// Looks at the clients of all GPUs. The answer comes when the clients and their memory are published.
     pub(super) fn look_at_clients(&mut self, reply: Reply<()>) {
         let looked = self.budgets.look_now();
         self.requests.beside.spawn(async move {
@@ -41,9 +41,10 @@ impl Daemon {
             LoopEvent::CutBack(device, text) => self.tell_of_slice(Message::CutBack, &device, text),
             LoopEvent::OverUse(slice, signal, text) => {
                 self.tell_of_slice(Message::OverBudget, &slice, text);
-                // The new state is published before the signal, so that its receivers find it.
+                // The new state is published before the signal, so that a program that receives the signal reads the new state.
                 self.settle();
-                // At most half of the queue is for overuse, so that signals about faults always have room.
+                // At most half of the queue of signals is for signals about overuse, so that signals about faults always have
+                // room.
                 if self.signals.capacity() <= FAULTS || self.signals.try_send(signal).is_err() {
                     tracing::debug!("no signal about the overuse of {slice} is sent to the bus");
                 }

@@ -77,7 +77,8 @@ impl CdiSpec {
     }
 }
 
-/// The path of yunion-mpsctl. One package has both programs, so yunion-mpsctl is in the same directory.
+/// The path of yunion-mpsctl. One package has both yunion-mps-daemon and yunion-mpsctl, so both programs are in the same
+/// directory.
 fn beside_this_program() -> Result<PathBuf, Problem> {
     let own = std::env::current_exe().map_err(|error| format!("the path of this program: {error}"))?;
     let program = own.with_file_name("yunion-mpsctl");

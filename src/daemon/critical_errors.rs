@@ -33,8 +33,8 @@ impl Daemon {
         }
     }
 
-    /// Lets GPUs take clients again that needed a reset, since an administrator says that the GPUs work. Returns true
-    /// if a GPU needed a reset.
+    /// Lets GPUs that needed a reset take clients again, since an administrator says that these GPUs work. Returns true if a GPU
+    /// needed a reset.
     pub(super) fn forget_resets(&mut self) -> bool {
         let names: Vec<String> = self.state_file.lock().to_reset().keys().cloned().collect();
         if names.is_empty() {

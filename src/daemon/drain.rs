@@ -10,8 +10,8 @@ use common::published::container::ContainerError;
 use common::published::snapshot::Snapshot;
 
 impl Daemon {
-    /// Takes the slices and GPUs in `asked` out of use for new clients, or all slices if `asked` is empty. The links of these
-    /// slices are removed before the answer.
+    /// Takes the slices and GPUs in `asked` out of use for new clients, or all slices if `asked` is empty. The links of the
+    /// drained slices are removed before the caller gets the answer.
     pub(super) fn drain(&mut self, asked: &[String], reply: Reply<()>) {
         let mut drained = self.state_file.lock().drained().clone();
         let names = published(&self.snapshot.borrow(), asked, &Drained::default());
@@ -22,8 +22,8 @@ impl Daemon {
         let _ = reply.send(done);
     }
 
-    /// Puts the slices and GPUs in `asked` into use again, or all slices if `asked` is empty. If the control daemon
-    /// of a slice serves, the slice has its link before the answer.
+    /// Puts the slices and GPUs in `asked` into use again, or all slices if `asked` is empty. If the control daemon of a slice
+    /// serves, the link of the slice is made before the caller gets the answer.
     pub(super) fn undrain(&mut self, asked: &[String], reply: Reply<()>) {
         let mut drained = self.state_file.lock().drained().clone();
         let named = {
@@ -38,8 +38,9 @@ impl Daemon {
         let _ = reply.send(done);
     }
 
-    /// Saves the change, changes the links and publishes the new state. When a slice is drained, the state file is written before
-    /// the link is removed; when it is put into use again, the link is made before the slice is published as served.
+    /// Saves the list of drained slices, changes the links of the slices and publishes the new state. When a slice is drained,
+    /// the state file is written before the link is removed; when it is put into use again, the link is made before the slice is
+    /// published as served.
     fn change_links(&mut self, drained: Drained, event: String) -> Result<(), RequestError> {
         let changed = *self.state_file.lock().drained() != drained;
         if changed && let Err(error) = self.state_file.lock().set_drained(drained) {
@@ -57,8 +58,8 @@ impl Daemon {
     }
 }
 
-/// Replaces the names that a caller has given by the names that the service publishes. A name that only `drained` has
-/// was published before.
+/// Replaces the names that a caller has given by the names that the service publishes. A name that is only in `drained` is
+/// accepted, since the service has published the name before.
 fn published(
     snapshot: &Snapshot,
     asked: &[String],
@@ -77,7 +78,7 @@ fn published(
     asked.iter().map(name).collect()
 }
 
-/// The error about the first of these slices that has no link although its GPU is served.
+/// The error about the first slice in `names` that has no link although its GPU is served.
 fn not_served(snapshot: &Snapshot, names: &[DeviceName]) -> Result<(), RequestError> {
     let is_named = |slice: SliceId| {
         let all = [DeviceName::Slice(slice), DeviceName::Gpu(slice.gpu)];

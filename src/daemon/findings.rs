@@ -39,7 +39,7 @@ pub(super) fn say_findings(loaded: &Loaded) {
     }
 }
 
-/// Logs the findings of a plan that the plan `before` does not have: later looks at the host find the same again.
+/// Logs the findings of a plan that the plan `before` does not have: later looks at the host find the same problems again.
 pub(super) fn say_what_is_new(before: Option<&Plan>, plan: &Plan) {
     let known = |gpu: &GpuPlan| {
         let known = before?.gpus.iter().find(|known| known.gpu.id() == gpu.gpu.id())?;
@@ -73,7 +73,7 @@ pub(super) fn why(error: PlanError) -> String {
     }
 }
 
-/// The most problems that a message names. `--check` names them all.
+/// The most problems that a message names. `--check` names all problems.
 const NAMED_PROBLEMS: usize = 16;
 
 /// Joins problems to one text.

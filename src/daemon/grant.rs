@@ -1,4 +1,5 @@
-//! Decides, from its plan, if a new configuration is accepted. The decision asks nothing and changes nothing.
+//! Decides if a new configuration is accepted, from the plan of this configuration. The decision asks no other part of the
+//! service, and changes nothing.
 
 use super::findings::{join, why};
 use common::bus::error::RequestError;

@@ -21,11 +21,12 @@ use common::problem::Problem;
 const PATIENCE: Duration = Duration::from_secs(5);
 const PAUSE: Duration = Duration::from_millis(500);
 
-/// The time in which a program without MPS that has just started on a GPU should end. After that its GPU is left out, and the
-/// other GPUs are served. Such a program usually ends soon: it was started while no control daemon ran. If a control daemon
-/// starts without this GPU, it has to be restarted for it later, after the last client on its other GPUs has ended. If it
-/// starts with this GPU, it serves the GPU as soon as the program ends. Meanwhile no further program without MPS starts,
-/// since a program that finds a control daemon connects to it.
+/// The time in which a program without MPS that has just started on a GPU should end. If the program runs longer, its GPU is left
+/// out, and the other GPUs are served. A program that was started without MPS while no control daemon ran usually ends soon. A
+/// control daemon that starts without the GPU of such a program has to be restarted later to serve the GPU, after the last client
+/// on its other GPUs has ended. A control daemon that starts with the GPU serves the GPU as soon as the program without MPS ends.
+/// While the control daemon waits for this end, no further program without MPS starts, since a program that finds a control
+/// daemon connects to it.
 const OF_NEWCOMERS: Duration = Duration::from_secs(10);
 
 /// The longest time that the service waits for one look at the host. The time must be much shorter than the watchdog's time.
@@ -35,16 +36,16 @@ pub(super) const TIMEOUT: Duration = Duration::from_secs(15);
 const FIRST_XID_PAUSE: Duration = Duration::from_secs(1);
 const LAST_XID_PAUSE: Duration = Duration::from_secs(60);
 
-/// Looks at the host. A look uses the driver in force and returns its findings; it changes nothing else.
+/// Looks at the host. A look at the host uses the driver in force and returns its findings, and changes nothing else.
 #[derive(Debug)]
 pub(super) struct HostLook {
     sysroot: PathBuf,
     in_force: DriverInForce<Arc<Driver>>,
     /// The driver in force, for other parts of the service.
     driver: watch::Sender<Option<Arc<Driver>>>,
-    /// The questions to the driver in force. None while a look uses them.
+    /// The questions to the driver in force. None while a look at the host uses these questions.
     nvml: Option<GpuQuestions>,
-    /// The look at the host that has no answer yet. The look goes on, and the next caller gets its answer: dropping
+    /// The look at the host that has no answer yet. The look at the host goes on, and the next caller gets the answer: dropping
     /// the answer would close a driver that has just woken all GPUs.
     under_way: Option<LookUnderWay>,
     /// The answer of a look that came after its caller had stopped waiting.
@@ -139,7 +140,7 @@ impl HostLook {
         inventory
     }
 
-    /// Looks once, and a second time if the first look shows that the driver in force does not work any more.
+    /// Looks at the host once, and a second time if the first look shows that the driver in force does not work any more.
     pub(super) async fn read(&mut self) -> Inventory {
         loop {
             let Some(Looked { news, nvml, mut inventory }) = self.looked().await else {
@@ -168,7 +169,7 @@ impl HostLook {
         }
     }
 
-    /// The answer to the running look, or to a new look. None if no answer comes in time.
+    /// The answer to the running look at the host, or to a new look. None if no answer comes in time.
     async fn looked(&mut self) -> Option<Looked> {
         if let Some(late) = self.late.take() {
             return Some(late);
@@ -189,9 +190,9 @@ impl HostLook {
         answered.ok()
     }
 
-    /// Has critical errors reported as they happen. Waiting for them blocks, so it has a separate thread, which ends after
-    /// the driver was closed or the service is ending. A wait that fails is begun again, since one bad GPU must not hide the
-    /// errors of other GPUs.
+    /// Has critical errors reported as they happen. Waiting for critical errors blocks, so this is done on a separate thread,
+    /// which ends after the driver was closed or when the service ends. A wait for critical errors that fails is begun again,
+    /// since one bad GPU must not hide the errors of other GPUs.
     fn watch_xids(&self, driver: Arc<Driver>) {
         let told = self.events.clone();
         let current = self.driver.subscribe();
@@ -233,8 +234,8 @@ fn not_listed(inventory: &Inventory, served: &[String]) -> Option<String> {
     served.iter().find(|uuid| !told(uuid)).cloned()
 }
 
-/// Removes programs that have just started from the inventory. Returns the time until the first of them does not count as just
-/// started any more.
+/// Removes programs that have just started from the inventory. Returns the time until the first of these programs does not count
+/// as just started any more.
 fn pass_over(inventory: &mut Inventory) -> Option<Duration> {
     let up = proc::uptime()?;
     let mut first: Option<Duration> = None;

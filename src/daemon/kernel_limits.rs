@@ -1,5 +1,5 @@
-//! The memory limits that the kernel should enforce for control groups that are bound to slices: which they are, and what is
-//! published about them.
+//! The memory limits that the kernel should enforce for control groups that are bound to slices: which limits these are, and the
+//! published result of setting the limits.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -24,8 +24,8 @@ impl Daemon {
         self.limit_keeper.pursue(self.goals(wanted));
     }
 
-    /// Has the kernel enforce the limits that a change of the bindings needs. A host may have thousands of bindings,
-    /// and for a new one only its own limits are computed.
+    /// Has the kernel enforce the limits that a change of the bindings needs. A host may have thousands of bindings, and for a
+    /// new binding only the limits of this binding are computed.
     pub(super) fn keep_kernel_limits_since(&self, before: &SliceBindings, plan: &Plan) {
         let bindings = Arc::clone(self.state_file.lock().bindings());
         match bindings.added_to(before) {
@@ -42,8 +42,8 @@ impl Daemon {
         let goals = wanted.into_iter().map(|(place, limit)| (place, limit.mib));
         match self.settings.memory_limit {
             MemoryLimit::Auto => goals.map(|(place, mib)| (place, LimitGoal::Hold(mib))).collect(),
-            // With `watch`, the service sets no limits. The first call removes limits that an earlier service with `auto` may
-            // have set.
+            // With the setting `watch`, the service sets no limits in the kernel. The first call removes limits that an earlier
+            // service with `auto` may have set.
             MemoryLimit::Watch if self.limit_keeper.is_new() => {
                 goals.map(|(place, mib)| (place, LimitGoal::Lift([mib].into()))).collect()
             }

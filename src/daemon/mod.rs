@@ -172,7 +172,7 @@ fn tools(
     Tools { front_ends, nvml, state_file, changed, signals, told_bypasses, wake_ups, clients, changes, begun }
 }
 
-/// How the service ends.
+/// The way in which the service ends.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Ending {
     /// Stop: the service ends the control daemons and restores the compute modes.
@@ -246,7 +246,7 @@ impl Daemon {
             tokio::select! {
                 wish = signals.next() => match wish {
                     Wish::Stop => self.stop().await,
-                    // The sender of the signal gets no answer. A reload that is refused is reported in the journal.
+                    // The sender of SIGHUP gets no answer. A reload that is refused is reported in the journal.
                     Wish::Reload => drop(self.reload().await),
                 },
                 Some(request) = requests.recv() => self.answer(request).await,
@@ -443,8 +443,8 @@ impl Daemon {
             || !self.cdi_spec.problem.is_empty();
         let period = match &self.plan {
             _ if ended => None,
-            // The late answer of the host arrives as an event. Until then, the period only repeats the message about the
-            // delay.
+            // A late answer to a look at the host arrives as an event. Until the late answer comes, the period only repeats the
+            // message about the delay.
             _ if self.look.unanswered().is_some() => Some(host_look::TIMEOUT),
             Err(_) => Some(SCAN_WITHOUT_PLAN),
             Ok(_) => trouble.then_some(self.scan_pause),
@@ -485,7 +485,8 @@ impl Daemon {
         compose::compose(&parts, &self.snapshot.borrow())
     }
 
-    /// Updates the CDI spec from the Snapshot. A problem with the spec goes into the next Snapshot, at once.
+    /// Updates the CDI spec from the Snapshot. If there is a problem with the spec, the next Snapshot, which is made at once, has
+    /// the problem.
     fn keep_cdi_spec(&mut self, snapshot: &Snapshot) {
         match self.cdi_spec.keep(snapshot, self.settings.cdi_directory.as_deref(), self.ending) {
             None => return,

@@ -42,10 +42,11 @@ pub fn main() -> ExitCode {
         Ok(runtime) => runtime,
         Err(error) => return fail(&format!("the runtime of this program can't be started: {error}")),
     };
-    // The loop runs as a task of the runtime, so that it takes turns with the other tasks. A new state is then published
-    // before other tasks act on it.
+    // The loop runs as a task of the runtime, so that it takes turns with the other tasks. So a new state is published before
+    // other tasks act on this state.
     let exit = runtime.block_on(runtime.spawn(super::run(Options { sources, runtime_directory }, level)));
-    // A call of NVML may hang for ever on its thread. The end of the program does not wait for that thread.
+    // A call of NVML may hang for ever on its thread. The end of the program does not wait for a thread that hangs in a call of
+    // NVML.
     runtime.shutdown_background();
     match exit.unwrap_or_else(|error| Exit::Failed(error.to_string())) {
         Exit::Stopped => ExitCode::SUCCESS,

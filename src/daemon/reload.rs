@@ -18,7 +18,7 @@ use common::problem::LocatedProblem;
 /// of a request on the bus.
 const PATIENCE: Duration = Duration::from_secs(50);
 
-/// Reloads for a caller on the bus. The caller gets the answer when the new configuration is in force.
+/// Reloads the configuration for a caller on the bus. The caller gets the answer when the new configuration is in force.
 pub(super) async fn and_tell(daemon: &mut Daemon, reply: Reply<u64>) {
     if let Err(error) = daemon.reload().await {
         return drop(reply.send(Err(error)));

@@ -1,5 +1,5 @@
-//! Requests from the bus. The loop does not wait for anything that takes longer than a moment, except for the names of
-//! clients that an administrator ends.
+//! Requests from the bus. The main loop waits for nothing that takes longer than a moment, except for the names of clients whose
+//! work an administrator ends.
 
 use std::sync::Arc;
 
@@ -25,7 +25,8 @@ use common::published::container::ContainerError;
 use common::published::events::Event;
 use common::published::snapshot::{Named, Snapshot};
 
-/// The most terminations that ask the kernel about processes at a time. An answer takes microseconds.
+/// The most requests to end GPU work that ask the kernel about processes at the same time. An answer of the kernel takes
+/// microseconds.
 const TERMINATIONS: usize = 4;
 
 /// The digits of the shortest accepted form of a container's id, and of the complete id.
@@ -45,7 +46,8 @@ pub(super) struct Requests {
     /// Runs questions to the kernel: which processes a request to end GPU work is about.
     kernel: Blocking,
     nvml: NvmlWorker,
-    /// The requests that tasks carry out while the loop goes on. Each is answered after the next Snapshot is published.
+    /// The requests that tasks carry out while the loop goes on. Each of these requests is answered after the next Snapshot is
+    /// published.
     pub(super) beside: JoinSet<Finished>,
 }
 
@@ -76,8 +78,8 @@ impl Requests {
         }
     }
 
-    /// Lists the clients for all callers that wait, unless a list is being made. Callers that ask meanwhile get the
-    /// next list.
+    /// Lists the clients for all callers that wait, unless a list is being made. Callers that ask while a list is being made get
+    /// the next list.
     pub(super) fn begin_list(&mut self, fleet: &Fleet) {
         if self.listings.is_empty() || !self.look.is_empty() {
             return;
@@ -206,8 +208,8 @@ fn container_id(text: &str) -> Result<String, RequestError> {
     )))
 }
 
-/// The event about a request that has ended the work of `clients`. None if a container is stopped, since containers are
-/// stopped all the time.
+/// The event about a request that has ended the work of `clients`. None if the work was ended because a container is stopped,
+/// since containers are stopped all the time.
 fn event(wanted: &Target, clients: String) -> Option<Event> {
     let (whom, names) = match wanted {
         Target::Process(pid) | Target::ProcessOf { pid, .. } => {

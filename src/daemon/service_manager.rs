@@ -30,7 +30,7 @@ struct UnitState {
 }
 
 impl UnitState {
-    /// The messages for a service manager that has the state `notified`.
+    /// The messages that report this state to a service manager that knows the state `notified` already.
     fn since(&self, notified: &Self) -> Vec<NotifyState<'_>> {
         let mut messages = Vec::new();
         if self.reloads != notified.reloads {
@@ -87,7 +87,7 @@ impl ServiceManager {
         Some(watchdog.next)
     }
 
-    /// Reports that the service reads its configuration again. [`ServiceManager::ready`] reports the end of that.
+    /// Reports that the service reads its configuration again. [`ServiceManager::ready`] reports the end of the reload.
     pub(super) fn reloading(&self) {
         self.unit_state.send_modify(|unit_state| {
             unit_state.reloads += 1;
@@ -113,8 +113,8 @@ impl ServiceManager {
             return;
         }
         match state {
-            // While the service tries something again and again, the reason can change several times a second without a
-            // change of the state. Such lines are logged for debugging only.
+            // While the service tries something again and again, the reason can change several times a second without a change of
+            // the state. Status lines without a change of the state are logged for debugging only.
             _ if self.state == Some(state) => tracing::debug!("{line}"),
             State::Failed => Message::ServiceFailed.log(Subject::default(), line),
             State::Degraded => Message::ServiceDegraded.log(Subject::default(), line),

@@ -1,4 +1,4 @@
-//! Names the clients of control daemons before the service ends both.
+//! Names the clients of control daemons before the service ends the control daemons with their clients.
 
 use mps_core::register::KnownClient;
 use mps_core::terms::DaemonId;

@@ -9,7 +9,7 @@ use super::request::{Result, bounded_names};
 use common::bus::error::RequestError;
 use common::bus::proxy::{ContainerStop, GroupOf, SliceWish};
 
-/// The most bytes of a label. The longest names of a container in a Kubernetes pod, with its namespace, have 381.
+/// The most bytes of a label. The longest names of a container in a Kubernetes pod, with its namespace, have 381 bytes.
 const LABEL: usize = 384;
 
 /// The longest path of a control group, in bytes: the kernel's limit.

@@ -1,5 +1,5 @@
-//! `io.yunion.Mps1.Control`, documented in `config/io.yunion.Mps1.Control.xml`. The bus policy allows only root to call this
-//! interface. The rights of the caller are checked again here, since another policy may be installed.
+//! `io.yunion.Mps1.Control`, documented in `config/io.yunion.Mps1.Control.xml`. The bus policy allows only root to call the
+//! interface Control. The rights of the caller are checked again in this module, since another bus policy may be installed.
 
 use tokio::sync::mpsc;
 use zbus::message::Header;

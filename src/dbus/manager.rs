@@ -20,8 +20,8 @@ use common::published::slices_of_one_gpu;
 use common::published::snapshot::{Named, Snapshot};
 use common::text::clean;
 
-/// The most requests of users to end GPU work at a time. Each causes questions to the control daemons, for which supervisors have
-/// to wait.
+/// The most requests of users to end GPU work at a time. Each request causes questions to the control daemons, for which
+/// supervisors have to wait.
 const OF_USERS: usize = 8;
 
 /// The interface with everything that any user may read, and with the requests of users.
@@ -47,8 +47,8 @@ impl Manager {
         Self { snapshot, requests, callers, of_users, desk, given_several: Mutex::default() }
     }
 
-    /// Returns a permit for a request of a user to end GPU work. Root needs none. A user without the right to ask is
-    /// refused here, so that repeated calls cause no question to the bus or to the daemon's loop.
+    /// Returns a permit for a request of a user to end GPU work. Root needs no permit. A user without the right to ask is refused
+    /// here, so that repeated calls cause no question to the bus or to the daemon's loop.
     fn place_for(&self, user: Option<u32>) -> Result<Option<SemaphorePermit<'_>>> {
         let Some(user) = user else { return Ok(None) };
         if !self.snapshot.borrow().users_may_terminate {
@@ -86,7 +86,8 @@ impl Manager {
     }
 }
 
-/// The error for a caller while the GPUs are not known yet. With an empty list the platform would delete its devices.
+/// The error for a caller while the GPUs are not known yet. If the service returned an empty list instead, the platform would
+/// delete its devices.
 fn not_ready(snapshot: &Snapshot) -> RequestError {
     ContainerError::not_ready(snapshot).into()
 }
@@ -191,11 +192,11 @@ impl Manager {
         #[zbus(connection)] bus: &Connection,
         #[zbus(header)] call: Header<'_>,
     ) -> Result<()> {
-        // The control daemon waits until the client disconnects, and all other callers wait for the control daemon. So a
-        // program that does not disconnect blocks the control daemon for all GPUs. Measured on an H200, with clients whose
-        // signal handlers sleep, and with four processes that stop the client again and again: the control daemon was blocked
-        // for as long as they did so, although the service continued the client. So the configuration decides if users other
-        // than root may call this method.
+        // A control daemon that ends the work of a client waits until the client disconnects, and all other callers wait for the
+        // control daemon. So a client that does not disconnect blocks the control daemon for all its GPUs. Measured on an H200,
+        // with clients whose signal handlers sleep, and with four processes that stop the client again and again: the control
+        // daemon was blocked for as long as these processes went on, although the service continued the client. So the
+        // configuration decides if users other than root may call `TerminateClient`.
         let user = self.callers.user_behind(bus, &call).await?;
         let _place = self.place_for(user)?;
         ask(&self.requests, |reply| Request::Terminate(pid, user, reply)).await

@@ -46,7 +46,7 @@ use slices::SliceDesk;
 #[derive(Debug)]
 pub struct BusConnection {
     connection: Connection,
-    /// The Snapshot that was published last. Signals are sent only for differences from it.
+    /// The Snapshot that was published last. Signals are sent only for differences from this Snapshot.
     told: Arc<Snapshot>,
 }
 
@@ -97,8 +97,8 @@ impl BusConnection {
     }
 
     /// Sends signals about the differences in `new`: objects that were added or removed, properties that have changed, and
-    /// `DevicesChanged` if the generation has grown. To be called after `new` was sent to the watch that
-    /// [`BusConnection::connect`] has got.
+    /// `DevicesChanged` if the generation has grown. The caller sends `new` to the watch that [`BusConnection::connect`] has got
+    /// before it calls this function.
     ///
     /// If the bus does not accept a signal, the connection has ended, which [`BusConnection::closed`] reports.
     pub async fn publish(&mut self, new: Arc<Snapshot>) {
@@ -109,7 +109,7 @@ impl BusConnection {
     }
 
     /// Sends the signal that a GPU's server met a fatal error, with the clients that were hit. The client that caused the error
-    /// may be none of them.
+    /// need not be in `pids`.
     pub async fn client_fault(&self, gpu_uuid: &str, pids: &[u32], reason: &str) {
         let (gpu_uuid, reason) = (clean(gpu_uuid), clean(reason));
         if let Err(e) = Manager::client_fault(&self.manager(), &gpu_uuid, pids, &reason).await {
@@ -124,8 +124,8 @@ impl BusConnection {
         }
     }
 
-    /// Returns when the connection has ended, because the bus was restarted or has closed the connection. After that the
-    /// service is not on the bus; call [`BusConnection::connect`] again.
+    /// Returns when the connection has ended, because the bus was restarted or has closed the connection. After the end of the
+    /// connection the service is not on the bus; call [`BusConnection::connect`] again.
     pub async fn closed(&self) {
         self.connection.closed().await;
     }

@@ -1,5 +1,6 @@
-//! `org.freedesktop.DBus.ObjectManager`. This implementation replaces that of zbus, which asks each object for each property.
-//! The object server knows this object by the name of the interface, and sends the signals of the interface.
+//! `org.freedesktop.DBus.ObjectManager`. This implementation of the interface replaces the implementation in zbus, which asks
+//! each object for each property. The object server of zbus recognizes an `ObjectManager` by the name of the interface, and sends
+//! the signals of the interface.
 
 use std::borrow::Cow;
 use std::collections::{BTreeMap, HashMap};

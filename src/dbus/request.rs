@@ -15,7 +15,7 @@ use common::host::control_groups;
 use common::published::client::ClientView;
 use common::published::free::Candidate;
 
-/// The longest time that the service works on a request. Callers stop waiting earlier, so this ends only requests for
+/// The longest time that the service works on a request. Callers stop waiting earlier, so this deadline ends only requests for
 /// which no caller waits any more.
 const ANSWER_DEADLINE: Duration = Duration::from_secs(60);
 
@@ -29,11 +29,11 @@ pub type Reply<T> = oneshot::Sender<std::result::Result<T, RequestError>>;
 /// fails.
 #[derive(Debug)]
 pub enum Request {
-    /// Read the configuration again and put it in force. The answer is the generation that is then in force.
+    /// Read the configuration again and put it in force. The answer is the generation of the published state after the reload.
     Reload(Reply<u64>),
     /// List the processes that use the GPUs at this moment.
     Clients(Reply<Vec<ClientView>>),
-    /// Look at the clients of all GPUs. The answer comes when the Snapshot has them.
+    /// Look at the clients of all GPUs. The answer comes when the Snapshot has these clients.
     LookAtClients(Reply<()>),
     /// End the GPU work of the process with this PID. The answer comes when the process is no client any more. With a
     /// user id, the request is refused if the process belongs to another user.
@@ -45,12 +45,13 @@ pub enum Request {
     ReleaseContainer(String, Reply<()>),
     /// End the GPU work of the clients that a signal to a container may end.
     ReleaseGroup(ContainerStop, Reply<()>),
-    /// Make the changes that wait for the end of clients. False: only if there are no such clients. True: at once,
-    /// which ends the clients.
+    /// Make the changes that wait for the end of clients. With false, the changes are made only if they wait for no client. With
+    /// true, the changes are made at once, which ends the clients.
     Apply(bool, Reply<()>),
-    /// Take slices and GPUs, which the caller has named, out of use for new clients. Without names, everything.
+    /// Take slices and GPUs, which the caller has named, out of use for new clients. Without names, all slices are taken out of
+    /// use.
     Drain(Vec<String>, Reply<()>),
-    /// Put drained slices and GPUs, which the caller has named, into use again. Without names, everything.
+    /// Put drained slices and GPUs, which the caller has named, into use again. Without names, all slices are put into use.
     Undrain(Vec<String>, Reply<()>),
     /// Bind a control group to slices. The answer names the slices.
     Bind(WantedBinding, Reply<Vec<String>>),
@@ -154,8 +155,8 @@ impl Callers {
         control_groups::path_of(pid).ok()
     }
 
-    /// The user who calls, as the bus has it from the kernel. None: root calls. If the service does not run as root,
-    /// its own user counts as root.
+    /// The user who calls, as the bus has it from the kernel. None if root calls. If the service does not run as root, its own
+    /// user counts as root.
     ///
     /// # Errors
     /// The bus does not know the caller, which has usually disconnected.

@@ -1,4 +1,5 @@
-//! Hands out slices to callers for their programs. All methods use the same decision about a program and a slice.
+//! Hands out slices to callers for their programs. All methods that hand out slices decide by the same rules if a program may
+//! have a slice.
 
 use std::collections::VecDeque;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -20,11 +21,11 @@ use common::published::container::{ChosenSlice, ContainerConfig, container_confi
 use common::published::free;
 use common::published::snapshot::Snapshot;
 
-/// The time within which a program that was given a slice usually becomes a client. For this time the slice counts as
-/// used.
+/// The time within which a program that was given a slice usually becomes a client. A slice counts as used for this time after it
+/// was given to a program.
 const REMEMBERED: Duration = Duration::from_secs(60);
 
-/// The most given slices that are remembered. If there are more, the oldest are forgotten.
+/// The most given slices that are remembered. If more slices are given, the oldest ones are forgotten.
 const MOST: usize = 1024;
 
 /// Chooses slices for the programs of callers.

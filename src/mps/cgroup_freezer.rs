@@ -1,4 +1,4 @@
-//! Control groups with processes that are frozen, for example after `docker pause`. No signal continues such a process.
+//! Control groups with processes that are frozen, for example after `docker pause`. No signal continues a frozen process.
 
 use std::ffi::OsStr;
 use std::fs;
@@ -12,7 +12,7 @@ use common::host::proc;
 const UNIFIED: [&str; 2] = ["/sys/fs/cgroup", "/sys/fs/cgroup/unified"];
 const FREEZER: &str = "/sys/fs/cgroup/freezer";
 
-/// The version of a hierarchy of control groups. The files of both versions differ.
+/// The version of a hierarchy of control groups. The two versions have different files for freezing.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Hierarchy {
     /// Control groups, version 2.
@@ -31,7 +31,7 @@ impl Hierarchy {
         }
     }
 
-    /// True if this control group itself is set to freeze its processes, not only an ancestor.
+    /// True if this control group itself, and not only an ancestor, is set to freeze its processes.
     fn holds(self, group: &Path) -> bool {
         let file = match self {
             Self::Unified => "cgroup.freeze",
@@ -59,15 +59,15 @@ pub(super) struct FrozenGroup {
 }
 
 impl FrozenGroup {
-    /// Thaws the control group, and adds an entry to `thawed`. When that entry is dropped, the control group is
-    /// frozen again.
+    /// Thaws the control group, and adds an entry to `thawed`. When the entry in `thawed` is dropped, the control group is frozen
+    /// again.
     ///
     /// # Errors
     /// The kernel refuses: for example, the hierarchy is mounted read-only.
     pub(super) fn thaw(self, thawed: &mut Vec<Thawed>) -> io::Result<()> {
         self.kind.set(&self.group, false)?;
-        // Another program may freeze the control group repeatedly, and then it is thawed several times. One entry is enough
-        // to freeze it again.
+        // Another program may freeze the control group repeatedly, so that the service thaws it several times. One entry in
+        // `thawed` is enough to freeze the control group again.
         if !thawed.iter().any(|known| known.0 == self) {
             thawed.push(Thawed(self));
         }

@@ -1,5 +1,5 @@
 //! The subcommands of yunion-mpsctl. The subcommands show the values from the bus and compute nothing themselves. `check` and
-//! `doctor` compare these values with the host, and `probe` tests them with its own CUDA clients.
+//! `doctor` compare the values from the bus with the host, and `probe` tests the values with its own CUDA clients.
 
 use std::ffi::OsString;
 use std::io::{self, Write};
@@ -303,7 +303,8 @@ enum Command {
 }
 
 impl Command {
-    /// True if the exit status has a meaning besides success and failure. A script that uses it may not read the output.
+    /// True if the exit status has a meaning besides success and failure. A script that uses the exit status may not read the
+    /// output.
     fn answers_by_exit_status(&self) -> bool {
         matches!(self, Self::Check(_) | Self::Doctor(_) | Self::IsReady(_) | Self::Probe(_) | Self::Setup(_))
     }
@@ -346,7 +347,7 @@ impl Error {
         }
     }
 
-    /// True if the reader of the output has closed the pipe, as `head` does. That is no error.
+    /// True if the reader of the output has closed the pipe, as `head` does. A closed pipe is no error.
     fn is_closed_pipe(&self) -> bool {
         match self {
             Self::Output(e) => e.kind() == io::ErrorKind::BrokenPipe,
@@ -380,7 +381,8 @@ pub fn command() -> clap::Command {
     let mut template = "{about}\n\n{usage-heading} {usage}\n\n".to_owned();
     for (heading, names) in GROUPS {
         let commands = names.iter().filter_map(|name| command.find_subcommand(name)).cloned();
-        // clap can't group subcommands in its help. So each group is rendered as the list of a command of its own.
+        // clap can't group subcommands in its help. So each group of subcommands is rendered as the list of the subcommands of a
+        // separate command.
         let group = clap::Command::new(heading).subcommands(commands).disable_help_subcommand(true);
         let listed = group.help_template("{subcommands}").render_help();
         template += &format!("{heading}:\n{}\n\n", listed.to_string().trim_end());
@@ -457,7 +459,7 @@ fn run_command(command: Command, out: &mut dyn Write) -> Result<u8> {
 }
 
 async fn execute(command: Command, out: &mut dyn Write) -> Result<u8> {
-    // The closure connects only when it is called: `check`, `setup` and `doctor` also work without the service.
+    // The closure connects to the bus only when it is called, since `check`, `setup` and `doctor` also work without the service.
     let daemon = DaemonProxy::connect;
     let mut status = 0;
     match command {

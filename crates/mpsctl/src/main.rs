@@ -1,4 +1,4 @@
-//! yunion-mpsctl: asks yunion-mps-daemon over D-Bus. Called as yunion-mps-NAME it is an OCI runtime.
+//! yunion-mpsctl: asks yunion-mps-daemon over D-Bus. If this program is called as yunion-mps-NAME, it is an OCI runtime.
 
 use std::ffi::OsString;
 use std::io::Write;

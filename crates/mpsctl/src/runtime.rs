@@ -23,7 +23,7 @@ use common::text::printable;
 /// The prefix of the names under which this program is called as a runtime.
 const PREFIX: &str = "yunion-mps-";
 
-/// The longest time for ending GPU work. After that the wrapped runtime is executed in any case.
+/// The longest time for ending GPU work. After this time the wrapped runtime is executed even if GPU work still runs.
 const PATIENCE: Duration = Duration::from_secs(5);
 
 /// The journal's socket for messages.
@@ -32,7 +32,7 @@ const JOURNAL: &str = "/run/systemd/journal/socket";
 /// The socket of the system bus, unless an environment variable names another socket.
 const BUS: &str = "/run/dbus/system_bus_socket";
 
-/// The options of runc and crun before the command that take a value.
+/// The options of runc and crun that take a value and stand before the runtime's command.
 const WITH_VALUE: [&str; 7] =
     ["--root", "--log", "--log-format", "--log-level", "--criu", "--rootless", "--cgroup-manager"];
 
@@ -49,7 +49,7 @@ pub fn stands_before(own_name: &OsStr) -> Option<&OsStr> {
 }
 
 /// Ends the GPU work that the runtime's signal would end, and then executes the runtime. Returns only if this process has to
-/// report the result: the exit status, or that there is no such program.
+/// report the result: the exit status of the runtime, or an error if the runtime can't be executed.
 ///
 /// # Errors
 /// The runtime can't be executed.
@@ -66,21 +66,21 @@ pub fn execute(runtime: &OsStr, arguments: &[OsString]) -> io::Result<ExitCode> 
     }
 }
 
-/// Has the runtime send its signal to a container with this first process. A program whose GPU work has ended may end by
-/// itself before the signal. In that case the runtime reports as an error that nothing runs, and the engine would treat that
-/// as a failure.
+/// Has the runtime send its signal to a container, whose first process is `first`. A program whose GPU work has ended may end by
+/// itself before the signal. If the first process has ended before the signal, the runtime reports an error, which the container
+/// engine would treat as a failed stop. So the result in this case is success.
 fn signal(mut command: Command, first: &ProcessId) -> io::Result<ExitCode> {
     let done = command.stdin(Stdio::inherit()).output()?;
     if !done.status.success() && !identity::runs(*first) {
         return Ok(ExitCode::SUCCESS);
     }
-    // The signal was already sent by the runtime, so an error of the output changes nothing.
+    // The runtime has already sent the signal, so an error while its output is passed on is ignored.
     let _ = io::stdout().write_all(&done.stdout).and_then(|()| io::stderr().write_all(&done.stderr));
     let code = done.status.code().and_then(|code| u8::try_from(code).ok());
     Ok(code.map_or(ExitCode::FAILURE, ExitCode::from))
 }
 
-/// Returns true if this process may ask the service. Only root may end the work of a container.
+/// Returns true if this process may ask the service to end GPU work. Only root may end the GPU work of a container.
 fn can_ask() -> bool {
     let has_bus = || std::env::var_os("DBUS_SYSTEM_BUS_ADDRESS").is_some() || Path::new(BUS).exists();
     rustix::process::geteuid().is_root() && has_bus()
@@ -132,8 +132,8 @@ impl<'a> SignalCommand<'a> {
         Some(Self { options, container: names.first()?, signal, to_all })
     }
 
-    /// Returns the signal of a command that deletes a container by force, which kills the container first. None if
-    /// the command does not force.
+    /// Returns the signal of a command that deletes a container by force, which kills the container first. None if the command
+    /// does not delete the container by force.
     fn by_delete(options: Vec<&'a OsStr>, arguments: Arguments<'a>) -> Option<Self> {
         let (flags, names) = flags_and_names(arguments);
         let is_forced = flags.iter().any(|flag| matches!(flag.as_bytes(), b"--force" | [b'-', b'f']));
@@ -169,7 +169,7 @@ impl<'a> SignalCommand<'a> {
         command.args(&self.options).arg("state").arg(self.container);
         command.stdin(Stdio::null()).stderr(Stdio::null()).kill_on_drop(true);
         let asked = command.output().await.map_err(|error| error.to_string())?;
-        // If the container does not exist, the runtime itself reports that when it has to send the signal.
+        // If the container does not exist, the runtime itself reports the missing container when it has to send the signal.
         if !asked.status.success() {
             return Ok(None);
         }
@@ -187,7 +187,7 @@ impl<'a> SignalCommand<'a> {
             signal = self.signal
         ));
         let entry = format!("PRIORITY=4\nSYSLOG_IDENTIFIER={PREFIX}{}\nMESSAGE={line}\n", printable(&name));
-        // The host may have no journal, and a full journal must not block the engine. So errors are ignored.
+        // The host may have no journal, and a full journal must not block the engine. So errors of the journal are ignored.
         let _ = UnixDatagram::unbound().and_then(|socket| {
             socket.set_nonblocking(true)?;
             socket.send_to(entry.as_bytes(), JOURNAL)

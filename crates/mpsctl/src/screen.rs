@@ -41,8 +41,8 @@ pub(super) struct Screen {
 }
 
 impl Screen {
-    /// Draws exactly these lines, and leaves the cursor after the last one. Unchanged lines are not written again: on a serial
-    /// line a screen takes a second.
+    /// Draws exactly these lines, and leaves the cursor after the last one. Unchanged lines are not written again: a serial line
+    /// needs a second for a whole screen.
     pub(super) fn draw(&mut self, lines: Vec<String>, out: &mut dyn Write) -> io::Result<()> {
         let size = size();
         // The terminal must not wrap lines: if it counts the columns of a text differently, a wrapped line would move all
@@ -54,8 +54,8 @@ impl Screen {
         }
         for (place, line) in lines.iter().enumerate() {
             let row = place + 1;
-            // The line is cleared before its text is written. Clearing it after a text as wide as the terminal would remove
-            // the last character.
+            // The line is cleared before its text is written: if the line were cleared after a text as wide as the terminal, the
+            // last character would be removed.
             if row == lines.len() {
                 let _ = write!(text, "\u{1b}[{row}H\u{1b}[J{line}");
             } else if self.lines.get(place) != Some(line) {
@@ -68,7 +68,7 @@ impl Screen {
     }
 }
 
-/// A text below everything else on the screen. The next text replaces it.
+/// A text below everything else on the screen, which the next text replaces.
 #[derive(Debug, Default)]
 pub(super) struct Passing(String);
 
@@ -89,7 +89,7 @@ impl Passing {
     }
 }
 
-/// Prints a message to standard error. If that fails, the failure is ignored.
+/// Prints a message to standard error. An error of this write is ignored.
 pub(super) fn say(words: &str) {
     let _ = writeln!(io::stderr(), "yunion-mpsctl: {}", printable(words));
 }

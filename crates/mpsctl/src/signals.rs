@@ -15,7 +15,7 @@ pub(super) struct CaughtSignals(Vec<(Signal, unix::Signal)>);
 
 impl CaughtSignals {
     /// Catches signals. A signal that was ignored when this process started stays ignored, for this process and its children:
-    /// nohup and a shell's `&` rely on that.
+    /// nohup and a shell's `&` start programs with ignored signals.
     pub(super) fn catch(signals: &[Signal]) -> Result<Self> {
         let own = proc::status(proc::OWN);
         let ignored = |signal: Signal| own.as_ref().is_ok_and(|own| own.ignores(signal.as_raw()));

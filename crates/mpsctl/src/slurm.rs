@@ -21,7 +21,7 @@ use common::text::printable;
 
 /// The file with the lines of `yunion-mpsctl slurm`.
 const FILE: &str = "/etc/yunion/gres.conf";
-/// The most bytes that are read of the file. Each line has about 150 bytes, and there are at most a thousand slices.
+/// The most bytes of gres.conf that are read. Each line of the file has about 150 bytes, and there are at most a thousand slices.
 const FILE_MAX: u64 = 1 << 20;
 
 /// The variables of a step come first: a step may have fewer slices than its job.
@@ -42,8 +42,8 @@ pub(super) async fn slurm(daemon: &DaemonProxy, out: &mut dyn Write) -> Result<(
 
 /// The lines for gres.conf, and in comments the lines for slurm.conf.
 fn gres_conf(devices: &[Listed<Device>]) -> Result<String, Problem> {
-    // Slurm numbers the slices by their types, in the order in which slurm.conf has the types. Within a type it numbers them
-    // in the order of gres.conf.
+    // Slurm numbers the slices by their types, in the order in which slurm.conf has the types. Slurm numbers the slices of one
+    // type in the order of gres.conf.
     let mut kinds: BTreeMap<String, Vec<(u32, &Device)>> = BTreeMap::new();
     // A slice that can't be served, for example on a GPU in MIG mode, is left out: a job on it would fail.
     for device in devices.iter().filter(|device| device.servable) {
@@ -58,8 +58,8 @@ fn gres_conf(devices: &[Listed<Device>]) -> Result<String, Problem> {
     for (kind, slices) in &mut kinds {
         slices.sort_by_key(|(minor, device)| (*minor, device.ordinal));
         for (minor, device) in slices {
-            // Slurm accepts the same device file twice only in `MultipleFiles`. That key is for parts of a GPU, and needs at
-            // least two names.
+            // Slurm accepts the same device file twice only in `MultipleFiles`. The key `MultipleFiles` is for parts of a GPU,
+            // and needs at least two file names.
             let (file, name) = (format!("/dev/nvidia{minor}"), printable(&device.addr));
             lines += &format!("Name=gpu Type={kind} MultipleFiles={file},{file} Flags=no_gpu_env # {name}\n");
         }
@@ -89,7 +89,7 @@ fn kind(device: &Device) -> String {
 /// The beginning of the name of a Slurm job's control group; the job's number follows.
 const JOB: &str = "job_";
 
-/// The job that contains this process, which is a Prolog in the job.
+/// The Slurm job that contains this process, which runs as a Prolog script in the job.
 #[derive(Debug, PartialEq, Eq)]
 pub(super) struct SlurmJob {
     pub(super) control_group: String,
@@ -99,8 +99,8 @@ pub(super) struct SlurmJob {
     pub(super) slices: Vec<String>,
 }
 
-/// The job that contains this process. None if Slurm has given no slice to it: most jobs of a cluster need no GPU, and may run
-/// where no job can be bound.
+/// The Slurm job that contains this process. None if Slurm has given the job no slice: most jobs of a cluster need no GPU, and
+/// may run on hosts on which no job can be bound to slices.
 pub(super) fn job() -> Result<Option<SlurmJob>, Problem> {
     if numbers().is_none() {
         return Ok(None);
@@ -126,8 +126,8 @@ fn job_of(path: &str) -> Option<(&str, &str)> {
     Some((path.get(..before.len() + name.len())?, number))
 }
 
-/// The numbers of the slices that Slurm has given to the step or the job of this process. None if Slurm has given
-/// none.
+/// The numbers of the slices that Slurm has given to the step or the job of this process. None if Slurm has given the step and
+/// the job no slice.
 fn numbers() -> Option<String> {
     GIVEN.iter().find_map(|name| env::var(name).ok().filter(|numbers| !numbers.is_empty()))
 }

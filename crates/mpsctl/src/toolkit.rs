@@ -13,8 +13,9 @@ const FILES: [&str; 5] = [
     "/etc/nvidia-container-runtime/config.toml",
 ];
 
-/// The directory in which CUDA looks for a control daemon by default. On a host without the platform no setting gives
-/// programs another directory. The toolkit mounts this directory into every container with a GPU if it exists.
+/// The directory in which CUDA looks for a control daemon by default. On a host without the platform, no setting makes CUDA look
+/// for control daemons in another directory by default. If `/tmp/nvidia-mps` exists, NVIDIA's container toolkit mounts it into
+/// every container with a GPU.
 pub(super) const WHERE_CUDA_LOOKS: &str = "/tmp/nvidia-mps";
 
 /// The first file of the toolkit that exists. None if the toolkit is not installed.

@@ -44,7 +44,8 @@ struct Found {
     used: c_ulonglong,
 }
 
-/// The limit of the control group with this directory. If it has no limit of its own, this is the limit of its nearest ancestor.
+/// The limit of the control group with this directory. If the control group has no limit of its own, NVML returns the limit of
+/// the nearest ancestor.
 ///
 /// # Errors
 /// An error of NVML, or NVML does not have the function.
@@ -55,7 +56,7 @@ pub fn read(device: &Device<'_>, group: &Path) -> Result<MemoryLimit, NvmlError>
     Ok(MemoryLimit { limit: found.hard, reserved: found.soft, used: found.used })
 }
 
-/// Sets the limit of the control group with this directory, in bytes. Only root may do this.
+/// Sets the limit of the control group with this directory, in bytes. Only root may set a limit.
 ///
 /// # Errors
 /// An error of NVML, or NVML does not have the function.
@@ -72,8 +73,8 @@ fn directory(group: &Path) -> Result<CString, NvmlError> {
 /// Calls a function of NVML that takes a GPU and a struct of the type `T`.
 fn call<T>(device: &Device<'_>, name: &CStr, argument: &mut T) -> Result<(), NvmlError> {
     type Function<T> = unsafe extern "C" fn(*mut c_void, *mut T) -> c_uint;
-    // SAFETY: this is the type of both functions in nvml.h, each with the struct that is passed here. A `nvmlDevice_t` is a
-    // pointer. The struct and the text in it live until the function returns, and NVML does not store pointers to them. The
-    // device lives as long as NVML.
+    // SAFETY: `Function` is the type of both functions for memory limits in nvml.h, each with the struct that is passed here. A
+    // `nvmlDevice_t` is a pointer. The struct and the text in it live until the function returns, and NVML does not store
+    // pointers to them. The device lives as long as NVML.
     nvml_try(unsafe { function::<Function<T>>(device, name)?(device.handle().cast(), argument) })
 }

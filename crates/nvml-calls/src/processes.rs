@@ -1,6 +1,6 @@
 //! The lists of the processes on a GPU. Some drivers write longer records than `nvml.h` declares, although the function has the
 //! same name, and return only the number of records. So the buffer has room for more than twice as many records as requested, and
-//! the content is checked for both lengths.
+//! the content is checked for both lengths of a record.
 
 use std::ffi::{CStr, c_uint, c_void};
 
@@ -73,7 +73,8 @@ impl From<NvmlError> for NotListed {
 /// An error of NVML, or the list is not valid with either length.
 pub fn read(device: &Device<'_>, list: ProcessList, record: usize) -> Result<Vec<ListedProcess>, NotListed> {
     type Function = unsafe extern "C" fn(*mut c_void, *mut c_uint, *mut c_void) -> c_uint;
-    // SAFETY: this is the type of both functions in nvml.h: the device, the number of records, and the buffer.
+    // SAFETY: `Function` is the type of both functions for lists of processes in nvml.h: the device, the number of records, and
+    // the buffer.
     let (function, handle): (Function, _) =
         unsafe { (function(device, list.function())?, device.handle().cast()) };
     let mut count: c_uint = 0;
@@ -86,8 +87,8 @@ pub fn read(device: &Device<'_>, list: ProcessList, record: usize) -> Result<Vec
     count = c_uint::try_from(told).map_err(|_| NvmlError::InsufficientSize(None))?;
     // The buffer consists of u64, so that it has the alignment of a record.
     let mut room = vec![0_u64; told * 2 * RECORD / size_of::<u64>()];
-    // SAFETY: as for the first call. The buffer has room for twice as many records as NVML was told, and NVML writes only
-    // integers.
+    // SAFETY: the function and the device are those of the first call above. The buffer has room for twice as many records as
+    // NVML was told, and NVML writes only integers.
     nvml_try(unsafe { function(handle, &raw mut count, room.as_mut_ptr().cast()) })?;
     let bytes: Vec<u8> = room.iter().flat_map(|word| word.to_ne_bytes()).collect();
     let count = usize::try_from(count).ok().filter(|count| *count <= told).ok_or(NotListed::Unreadable)?;

@@ -1,4 +1,4 @@
-//! The clients of the control daemons: their slices, and who would end with which control daemon.
+//! The clients of the control daemons: their slices, and which clients would end with which control daemon.
 
 use std::collections::BTreeSet;
 use std::time::Duration;
@@ -19,7 +19,7 @@ use common::membership::Slices;
 use common::state_file::Running;
 
 /// The longest time for each question about the clients before control daemons are ended. An answer takes milliseconds, and a
-/// question must not delay the end.
+/// question must not delay the end of the control daemons.
 const PATIENCE: Duration = Duration::from_secs(3);
 
 impl Fleet {
@@ -46,13 +46,13 @@ impl Fleet {
             .recorded_in(&self.servers_path)
     }
 
-    /// The control daemons that a stop ends: every control daemon of the service that runs, taken over or not.
+    /// The control daemons that a stop of the service ends: every control daemon of the service that runs, taken over or not.
     pub(crate) fn ended_by_stop(&self) -> Vec<DaemonId> {
         self.doomed(|_| true)
     }
 
-    /// The control daemons that a configuration ends which disables MPS. A control daemon that already waits for the
-    /// end of its clients keeps them, and the state says so.
+    /// The control daemons that end with a configuration that disables MPS. A control daemon that already waits for the end of
+    /// its clients does not end yet: it keeps its clients, and the state of the service says that it waits.
     pub(crate) fn ended_by_disabling(&self) -> Vec<DaemonId> {
         self.doomed(|id| self.conductor.lock().core.goal(id).is_none_or(|goal| goal == Goal::Serve))
     }
@@ -68,7 +68,7 @@ impl Fleet {
         ours.map(|(id, _)| id).collect()
     }
 
-    /// The clients of these control daemons, and the clients that wait for their servers.
+    /// The clients of these control daemons, and the clients that wait for a server of these control daemons.
     pub(crate) async fn users_of(&self, daemons: &[DaemonId]) -> Vec<KnownClient> {
         let clients = &self.tools.clients;
         let (mut gpus, mut pids, mut asked) = (BTreeSet::new(), BTreeSet::new(), JoinSet::new());
@@ -89,7 +89,7 @@ impl Fleet {
         let registered: BTreeSet<u32> = clients.served().iter().map(|(_, process, _)| process.pid).collect();
         let there = timeout(PATIENCE, self.tools.nvml.mps_clients(&gpus)).await.unwrap_or_default();
         pids.extend(there.into_values().flatten().flatten().filter(|pid| !registered.contains(pid)));
-        // If a process can't be looked at in time, it is described by what the register knew of it before.
+        // If a process can't be looked at in time, the earlier entry of the process in the register is used.
         let _ = timeout(PATIENCE, clients.look_up_anew(pids.iter().copied())).await;
         let known = pids.into_iter().map(|pid| clients.last_with(pid));
         known.filter(|client| identity::runs(client.process)).collect()
@@ -100,7 +100,7 @@ impl Fleet {
         self.conductor.with_clients()
     }
 
-    /// The function that returns every control daemon that may have clients, for tasks beside the loop.
+    /// The function that returns every control daemon that may have clients, for tasks that run beside the main loop.
     pub(crate) fn finds_clients(&self) -> impl Fn() -> Vec<ClientsDaemon> + Send + Sync + 'static {
         let conductor = self.conductor.clone();
         move || conductor.with_clients()

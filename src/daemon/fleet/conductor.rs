@@ -1,4 +1,4 @@
-//! The core, and the tasks that carry out its acts.
+//! `mps_core::Core`, which decides about the control daemons, and the tasks that carry out its acts.
 
 use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -14,8 +14,8 @@ use crate::tenants::ending_shell::ClientsDaemon;
 use common::host::compute_mode::ComputeMode;
 use common::host::identity;
 
-/// The core, shared by all parts of the service that have events for it. The results of acts reach it even while the main loop
-/// waits for something.
+/// The core, shared by all parts of the service that have events for it. The results of acts reach the core even while the main
+/// loop waits for something.
 #[derive(Debug, Clone)]
 pub(super) struct Conductor {
     conducted: Arc<Mutex<Conducted>>,
@@ -27,7 +27,7 @@ pub(super) struct Conductor {
 #[derive(Debug)]
 pub(super) struct Conducted {
     pub(super) core: Core<Instructions>,
-    /// The supervisors. A control daemon that waits for its GPUs has none yet.
+    /// The supervisors. A control daemon that waits for its GPUs has no supervisor yet.
     pub(super) supervisors: BTreeMap<DaemonId, SupervisorHandle>,
     tools: Tools,
     events: mpsc::UnboundedSender<CoreEvent<Instructions>>,
@@ -81,8 +81,8 @@ impl Conductor {
         self.moved.notify_one();
     }
 
-    /// Gives the core the results of acts, and an event at each moment for which the core waits. After each event it
-    /// notifies the main loop.
+    /// Gives the core the results of acts, and an event at each moment for which the core waits. The main loop is notified after
+    /// each event.
     async fn pass_on(
         self,
         mut happened: mpsc::UnboundedReceiver<CoreEvent<Instructions>>,

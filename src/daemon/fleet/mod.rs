@@ -1,5 +1,5 @@
-//! The control daemons of a plan: some serve, some are about to end, some wait until their GPUs are free. The core decides that,
-//! and the supervisors carry it out.
+//! The control daemons of a plan: some serve, some are about to end, some wait until their GPUs are free. The core decides if a
+//! control daemon serves, ends or waits, and the supervisors carry out the decisions.
 
 mod clients;
 mod conductor;
@@ -92,7 +92,8 @@ impl Fleet {
         self.servers_path.clone_from(&settings.supervision.servers_path);
         let sets_modes = settings.enabled && settings.supervision.set_compute_mode;
         let held = plan.gpus.iter().filter(|gpu| !gpu.holders().is_empty());
-        // These processes prevent the service of some GPUs. When one of them ends, the service looks at the host again.
+        // The holders are processes that use a GPU without MPS, so that the GPU can't be served. When a holder ends, the service
+        // looks at the host again.
         self.holders = JoinSet::new();
         for (pid, _) in held.clone().flat_map(plan::GpuPlan::holders).take(HOLDERS) {
             self.holders.spawn(process::ended(*pid));
@@ -138,7 +139,7 @@ impl Fleet {
         Moment { statuses, leaving, held: core.kept(), starting: core.is_starting(is_put_off) }
     }
 
-    /// Asks each supervisor whose control daemon has a wanted goal.
+    /// Asks the question to each supervisor whose control daemon has a wanted goal.
     fn ask_those<T>(
         &self,
         wanted: impl Fn(Goal) -> bool,
@@ -149,7 +150,7 @@ impl Fleet {
         wanted.map(|(_, supervisor)| question(supervisor)).collect()
     }
 
-    /// Asks all supervisors.
+    /// Asks the question to all supervisors.
     fn ask_all<T>(&self, question: impl Fn(&SupervisorHandle) -> T) -> Vec<T> {
         self.ask_those(|_| true, question)
     }
@@ -198,8 +199,8 @@ impl Fleet {
         !self.forced.is_empty() || !self.ask_those(|goal| matches!(goal, Goal::Stop(_)), |_| ()).is_empty()
     }
 
-    /// Makes the changes that wait for the end of clients, with `force` at once. The answer comes from a separate
-    /// task, since control daemons need some time.
+    /// Makes the changes that wait for the end of clients, with `force` at once. The answer comes from a separate task, since
+    /// control daemons need some time to end.
     pub(super) fn apply(&mut self, force: bool, reply: Reply<()>) {
         let asked = self.ask_all(|supervisor| {
             let view = supervisor.status().view;
@@ -258,7 +259,7 @@ impl Fleet {
     }
 }
 
-/// Answers a request. If the caller stops waiting, the request is dropped, and the supervisors do not carry it out.
+/// Answers a caller's request. If the caller stops waiting, the request is dropped, and the supervisors do not carry it out.
 async fn answer_unless_given_up(
     mut reply: Reply<()>,
     answered: impl Future<Output = Result<(), RequestError>>,

@@ -6,8 +6,8 @@ use common::host::driver::is_unknown_command;
 use mps_core::mps::{Client, ClientPids, ServerStatus};
 use mps_core::tenants::TerminateAnswer;
 
-/// Parses an answer that has a percentage before each list: the clients of each server in `servers`, and then all
-/// servers. A server that has ended has no clients.
+/// Parses an answer with one list of PIDs after another, each after a line with a percentage: the clients of each server in
+/// `servers`, and at the end all servers. A server that has ended has no clients.
 pub(super) fn parse_client_lists(
     answer: &str,
     servers: &BTreeSet<u32>,
@@ -64,7 +64,7 @@ pub(super) fn parse_clients(answer: &str) -> Option<Vec<Client>> {
     Some(lines.filter_map(parse_client).collect())
 }
 
-/// Parses a row of the answer to `ps` up to the GPU. A tenant can choose the rest of the row.
+/// Parses a row of the answer to `ps` up to the GPU. The rest of the row is not parsed, since a tenant can choose its text.
 fn parse_client(line: &str) -> Option<Client> {
     let mut fields = line.split_whitespace();
     let pid = fields.next()?.parse().ok()?;

@@ -1,4 +1,4 @@
-//! The reasons why a command had no verified effect.
+//! The reasons why a command to a control daemon had no verified effect.
 
 use std::io;
 use std::path::PathBuf;
@@ -7,12 +7,12 @@ use std::time::Duration;
 /// The most characters of an unexpected answer that a message shows.
 const SHOWN_CHARACTERS: usize = 200;
 
-/// The reason why a command had no verified effect.
+/// The reason why a command to a control daemon had no verified effect.
 #[derive(Debug, thiserror::Error)]
 pub enum ControlError {
     #[error("{program}: {source}")]
     NotRun { program: PathBuf, source: io::Error },
-    /// The front end has failed. The control daemon may work.
+    /// The front end has failed, but the control daemon may work.
     #[error("{program} ended with {how}")]
     Exited { program: PathBuf, how: String },
     /// No control daemon listens in the pipe directory. `said` is the output of the front end.
@@ -21,8 +21,8 @@ pub enum ControlError {
     /// The control daemon has not answered in time: it hangs or is stopped.
     #[error("the control daemon did not answer `{command}` within {seconds} s", seconds = after.as_secs())]
     Silent { command: String, after: Duration },
-    /// The control daemon has not answered a command that always has an answer. After a hang, it closes the waiting connections
-    /// without an answer.
+    /// The control daemon has not answered a command that always has an answer. After a hang, a control daemon closes the waiting
+    /// connections without an answer.
     #[error("the control daemon gave no answer to `{command}`")]
     Unanswered { command: String },
     /// The answer is none of the possible answers to the command.

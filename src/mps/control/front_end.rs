@@ -1,4 +1,4 @@
-//! Runs the front end as a process.
+//! Runs NVIDIA's front end `nvidia-cuda-mps-control` as a process that sends one command to a control daemon.
 
 use std::io::{self, PipeReader};
 use std::path::PathBuf;

@@ -36,8 +36,8 @@ fn driver(facts: &Facts) -> Outcome {
     })
 }
 
-/// Finds a driver that is newer than those that this service was tried with: such a driver is known only from
-/// documentation.
+/// Finds a driver that is newer than all drivers with which this service was tried: NVIDIA's documentation alone says how such a
+/// driver works.
 fn untried(facts: &Facts) -> Outcome {
     let version = facts.inventory.driver.as_ref().map_err(|_| "there is no driver")?;
     each((Series::parse(version) > NEWEST_TRIED).then_some(version), |version| {
@@ -91,8 +91,8 @@ fn service_path(facts: &Facts) -> Outcome {
     })
 }
 
-/// Compares the CUDA version of the control daemon's program with the driver's. The program prints its version from
-/// driver 580 on.
+/// Compares the CUDA version of the control daemon's program with the driver's. The control daemon's program prints its CUDA
+/// version only since driver 580.
 fn version(facts: &Facts) -> Outcome {
     let driver = facts.inventory.driver.as_ref().map_err(|_| "there is no driver to compare with")?;
     let program = facts.program_cuda.ok_or("the control daemon's program does not say its version")?;
@@ -138,8 +138,8 @@ fn nodes(facts: &Facts) -> Outcome {
                 remedy,
             ));
         };
-        // Render nodes are skipped: they belong to a group of their own, and CUDA does not open them. All other nodes must be
-        // open to every user.
+        // Render nodes are skipped: they belong to a group of their own, and CUDA does not open them. Every user must be able to
+        // open all other device nodes of the driver.
         let open = node.starts_with("/dev/dri") || metadata.mode() & 0o006 == 0o006;
         if open {
             return None;
@@ -161,8 +161,8 @@ fn nodes(facts: &Facts) -> Outcome {
     })
 }
 
-/// Checks the number of free inotify instances. The kernel counts instances for each user, and the service runs as
-/// root.
+/// Checks the number of free inotify instances. The kernel counts inotify instances for each user, and only root's count matters,
+/// since the service runs as root.
 fn inotify(facts: &Facts) -> Outcome {
     if !facts.own_processes() {
         return Err("this command does not see the processes of the host".into());

@@ -17,7 +17,7 @@ struct Engine {
     traces: &'static [&'static str],
     /// The files that may name this service's runtime for the engine, the usual file first.
     files: &'static [&'static str],
-    /// The lines to write into the usual file.
+    /// The remedy in words: the lines with which an administrator makes this service's runtime known to the engine.
     lines: &'static str,
 }
 
@@ -45,8 +45,8 @@ const ENGINES: [Engine; 3] = [
     },
 ];
 
-/// Finds engines that do not use this service's runtime. The files are not parsed: they only have to contain the name
-/// of the runtime.
+/// Finds container engines that do not use this service's runtime. The engines' configuration files are not parsed: a file only
+/// has to contain the name of the runtime.
 fn runtimes(facts: &Facts) -> Outcome {
     let place = |path: &&str| below(&facts.sources.sysroot, Path::new(path));
     let is_there = |engine: &&Engine| engine.traces.iter().any(|trace| place(trace).exists());

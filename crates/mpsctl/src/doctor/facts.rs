@@ -1,4 +1,4 @@
-//! The facts about the host at this moment. The facts are gathered once; other modules judge them.
+//! The facts about the host at this moment. The facts about the host are gathered once, and other modules judge these facts.
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
@@ -55,7 +55,8 @@ pub(super) struct Facts {
 
 #[derive(Debug, Clone)]
 pub(super) struct GpuNow {
-    /// True if the driver keeps the GPU's state while no program uses it. None if the driver did not say.
+    /// True if the driver keeps the GPU's state while no program uses the GPU. None if the driver did not report the persistence
+    /// mode.
     pub(super) persistence: Option<bool>,
     /// The PIDs of the MPS servers on the GPU.
     servers: Vec<u32>,
@@ -91,7 +92,7 @@ impl Facts {
             Ok(loaded) => check::judge(loaded, Some(&inventory)),
             Err(refused) => Checked::Refused(refused),
         };
-        // The variable RUNTIME_DIRECTORY is not used: it would be that of the unit in which doctor runs.
+        // The environment variable RUNTIME_DIRECTORY is not used: it would name the directory of the unit in which doctor runs.
         let runtime_directory = config::below(&sources.sysroot, Path::new("/run/yunion-mps-daemon"));
         let mut facts = Self {
             checked,
@@ -120,12 +121,12 @@ impl Facts {
         self.sources.sysroot == Path::new("/")
     }
 
-    /// The configuration, or the reason why checks of it are not possible.
+    /// The configuration, or the reason why checks of the configuration are not possible.
     pub(super) fn loaded(&self) -> Result<&Loaded, Problem> {
         self.checked.loaded().ok_or_else(|| "the configuration can't be read".into())
     }
 
-    /// The settings, if MPS is switched on. The error is the reason why checks of them are not possible.
+    /// The settings, if MPS is switched on. The error is the reason why checks of the settings are not possible.
     pub(super) fn enabled(&self) -> Result<&Settings, Problem> {
         let settings = &self.loaded()?.settings;
         if settings.enabled { Ok(settings) } else { Err("MPS is not enabled".into()) }
@@ -138,12 +139,12 @@ impl Facts {
         }
     }
 
-    /// Everything that the service publishes, or the reason why checks of it are not possible.
+    /// Everything that the service publishes, or the reason why checks of the published values are not possible.
     pub(super) fn published(&self) -> Result<&Published, Problem> {
         self.bus.published().ok_or_else(|| "yunion-mps-daemon does not answer on the bus".into())
     }
 
-    /// The control daemons that the service publishes. None if the service does not answer.
+    /// The control daemons that the service publishes. The list is empty if the service does not answer.
     pub(super) fn own_control_daemons(&self) -> &[Listed<ControlDaemon>] {
         self.bus.published().map(|published| published.control_daemons.as_slice()).unwrap_or_default()
     }
@@ -153,8 +154,8 @@ impl Facts {
         self.inventory.gpus.iter().filter_map(|gpu| Some((gpu, gpu.facts()?)))
     }
 
-    /// The pipe directory and the log directory of each planned control daemon. Without a plan, the directories of
-    /// the settings.
+    /// The pipe directory and the log directory of each planned control daemon. Without a plan, these are the directories in the
+    /// settings.
     pub(super) fn directories(&self) -> Result<Vec<(PathBuf, PathBuf)>, Problem> {
         let settings = self.enabled()?;
         let planned = self.plan().map(|plan| plan.control_daemons.as_slice()).unwrap_or_default();
@@ -249,8 +250,8 @@ fn ask_driver(sysroot: &Path) -> (Inventory, BTreeMap<String, GpuNow>, Option<u3
     answer.unwrap_or_else(|reason| (Inventory::read(sysroot, Err(&reason)), BTreeMap::new(), None))
 }
 
-/// Asks the control daemon's program for its version. A program that does not know the option acts as a front end, which must not
-/// find a control daemon.
+/// Asks the control daemon's program for its version. A program that does not know the option for the version acts as a front
+/// end, and this front end must not find a control daemon.
 async fn program_cuda() -> Option<u32> {
     let mut command = Command::new(find_program(CONTROL).ok()?);
     command
@@ -277,9 +278,9 @@ fn is_mps(pid: u32) -> bool {
     proc::name(pid).is_some_and(|name| name == MPS_COMMAND)
 }
 
-/// True if the process with this PID is a control daemon. Servers have the same short name, so only the arguments
-/// distinguish a control daemon. The name is read first: the arguments are in the memory of the process, and reading
-/// them hangs if the process hangs.
+/// True if the process with this PID is a control daemon. MPS servers have the same short process name as control daemons, so
+/// only the arguments distinguish a control daemon. The name of the process is read before its arguments: the arguments are in
+/// the memory of the process, and reading them hangs if the process hangs.
 fn is_control_daemon(pid: u32) -> bool {
     if !is_mps(pid) {
         return false;

@@ -149,7 +149,8 @@ fn warnings(facts: &Facts) -> Outcome {
     })
 }
 
-/// Finds GPUs whose slices together have more threads than the GPU. Slices that take turns have all threads each.
+/// Finds GPUs whose slices together have more threads than the GPU. If the slices of a GPU take turns, each slice has all threads
+/// of the GPU, and that is no finding.
 fn oversubscription(facts: &Facts) -> Outcome {
     each(planned(facts)?, |plan| {
         let sum: u32 = plan.sizes.iter().map(|size| u32::from(size.thread_percentage)).sum();

@@ -1,7 +1,7 @@
 //! `yunion-mpsctl doctor`: finds problems on this host, with a remedy for each.
 //!
-//! The facts are gathered once, and every check is a function of them; each module has the checks of one subject. The rules for
-//! the configuration, the plan and the directories are in the modules that the service uses too.
+//! The facts about the host are gathered once, and every check is a function of these facts. Each module has the checks of one
+//! subject. The rules for the configuration, the plan and the directories are in the modules that the service uses too.
 
 mod configuration;
 mod directories;
@@ -32,7 +32,7 @@ use common::counted::counted;
 use common::problem::Problem;
 use common::text::printable;
 
-/// The longest time for looking at the host. A file system or a program may hang.
+/// The longest time for looking at the host, since a file system or a program may hang.
 const DEADLINE: Duration = Duration::from_secs(5);
 
 /// The exit status of `doctor` when the worst finding is a warning.

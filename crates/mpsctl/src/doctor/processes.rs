@@ -9,15 +9,15 @@ use common::problem::Problem;
 pub(super) const CHECKS: &[Check] =
     &[("control daemons of other programs", foreign), ("the limit of open files", open_files)];
 
-/// The most open files that a server needs for one client. With the usual limit of 1024, fewer than 60 clients are
-/// possible.
+/// The most open files that a server needs for one client. With the usual limit of 1024 open files, a server can have fewer than
+/// 60 clients.
 const FILES_PER_CLIENT: u64 = 20;
 
-/// The most open files of a server without clients. Measured: 42 with one GPU.
+/// The most open files of a server without clients. Measured: 42 open files with one GPU.
 const FILES: u64 = 64;
 
 fn foreign(facts: &Facts) -> Outcome {
-    // Without a list of the service's own control daemons, foreign control daemons can't be told from them.
+    // Without a list of the control daemons that the service has started, doctor can't recognize foreign control daemons.
     if facts.published().is_err() && facts.state_file.is_err() {
         return Err("doctor does not know which control daemons the service has started".into());
     }
@@ -26,11 +26,11 @@ fn foreign(facts: &Facts) -> Outcome {
         let directory = daemon.pipe_directory.as_deref();
         let in_ours = configured.iter().any(|(pipe, _)| Some(pipe.as_path()) == directory);
         let end = match directory {
-            // The directory of this control daemon is in a container, and programs in the container can't be trusted. So no
-            // command for the host is shown.
+            // The directory of this control daemon is in a container, and programs in the container can't be trusted. So doctor
+            // shows no command that an administrator would run on the host.
             Some(_) if daemon.elsewhere => "end the control daemon in its container".to_owned(),
-            // The directory comes from the environment of a process, which can have any text in it, and root will type this
-            // line. So the text is quoted.
+            // The path of the directory comes from the environment of a process, which can contain any text, and root will type
+            // this command. So the path is quoted.
             Some(path) => format!(
                 "echo quit | CUDA_MPS_PIPE_DIRECTORY={path} nvidia-cuda-mps-control, which waits for the \
                  clients to end",
@@ -63,7 +63,7 @@ fn foreign(facts: &Facts) -> Outcome {
     })
 }
 
-/// Finds control daemons with a low limit of open files. A server inherits the limit of its control daemon.
+/// Finds control daemons with a low limit of open files. An MPS server inherits the limit of open files of its control daemon.
 fn open_files(facts: &Facts) -> Outcome {
     let published = facts.published()?;
     let mut findings = Vec::new();

@@ -45,8 +45,8 @@ fn bus(facts: &Facts) -> Outcome {
             };
             error("bus-refuses", "io.yunion.Mps1", reason, remedy)
         }
-        // The service has an owner of its name on the bus, so the bus works. No remedy restarts the bus, which would harm
-        // everything else on the host.
+        // A process owns the service's name on the bus, so the bus works. The remedy does not restart the bus, since a restart of
+        // the bus would harm all other programs on the host.
         BusAnswer::Silent => error(
             "service-silent",
             UNIT,
@@ -208,8 +208,8 @@ fn judge_settings(unit: &UnitProperties, needed: &[PathBuf]) -> Vec<Finding> {
     findings
 }
 
-/// Finds a file in /etc that hides the unit file of the package. A link to /dev/null masks the unit, which the unit's
-/// state shows.
+/// Finds a file in /etc that hides the unit file of the package. A link to /dev/null is no finding here: the link masks the unit,
+/// and the check of the unit's state reports a masked unit.
 fn shadowed(facts: &Facts) -> Outcome {
     let hidden = Path::new("/etc/systemd/system").join(UNIT);
     let file = facts.file(&hidden);

@@ -36,7 +36,7 @@ pub(super) const CHECKS: &[Check] = &[
 /// The name of the subject of [`gpus`], which runs after all other checks.
 pub(super) const GPUS: &str = "the health of the GPUs";
 
-/// The most files that a finding names.
+/// The most records of the host agent that a finding names.
 const RECORDS: usize = 4;
 
 /// The remedy for a problem whose published reason already says what to do.
@@ -78,8 +78,8 @@ fn control_daemons(facts: &Facts) -> Outcome {
                 ),
             )),
             ControlDaemonState::Waiting => {
-                // A control daemon that waits without a process waits for something outside of the service. The reason of the
-                // control daemon says what has to be done.
+                // A control daemon that waits without a process waits for something outside of the service. The published reason
+                // of the control daemon says what has to be done.
                 let remedy = if daemon.pid.is_none() {
                     "do what the reason says"
                 } else {
@@ -186,8 +186,8 @@ fn limits(facts: &Facts) -> Outcome {
         let served = || published.served_by(&daemon.id);
         let percentage = served().map(|gpu| gpu.mps_thread_percentage).max();
         let memory = served().filter_map(|gpu| gpu.mps_memory_limit).max();
-        // If slices of one GPU have different sizes and control daemons of their own, these confirm different limits. So the
-        // GPU has no common limit to compare.
+        // If slices of one GPU have different sizes and each slice has its own control daemon, the control daemons confirm
+        // different limits. So such a GPU has no common limit to compare.
         let is_common = |gpu: &&Gpu| gpu.equal_slices || gpu.isolation == Isolation::Gpu;
         for gpu in served().filter(is_common) {
             let pairs = [
@@ -242,8 +242,8 @@ fn devices(facts: &Facts) -> Outcome {
         found.map(|client| (client.pid, named(client))).collect::<BTreeMap<_, _>>().into_values().collect()
     };
     let nameless = list(&|client| client.device.is_none());
-    // Only claims of programs in containers are reported: a program on the host can name its slice only in its environment,
-    // unless its control group is bound.
+    // A client that is known to have a slice only from its own environment is reported only if it runs in a container: a program
+    // on the host can name its slice only in its environment, unless its control group is bound.
     let claims = |client: &Client| client.known_by.as_ref().is_some_and(|word| *word == KnownBy::Environment);
     let claim = list(&|client| client.container_id.is_some() && claims(client));
     let mut findings = Vec::new();
@@ -276,8 +276,8 @@ fn devices(facts: &Facts) -> Outcome {
     Ok(findings)
 }
 
-/// Finds records of the host agent that the service does not use. The clients of such a container have no slice, or
-/// only claim one.
+/// Finds records of the host agent that the service does not use. The clients in a container with such a record have no slice, or
+/// only their environment names a slice.
 fn records(facts: &Facts) -> Outcome {
     let servers = &facts.enabled()?.supervision.servers_path;
     if !rustix::process::geteuid().is_root() {
@@ -302,7 +302,8 @@ fn records(facts: &Facts) -> Outcome {
     )])
 }
 
-/// Finds full slices and GPUs. A full GPU is no error: all its clients are served.
+/// Finds slices and GPUs that have as many clients as the control daemon accepts. A full GPU is no error: all its clients are
+/// served.
 fn full(facts: &Facts) -> Outcome {
     let published = facts.published()?;
     let is_full = |device: &&Listed<Device>| {
@@ -330,8 +331,8 @@ fn full(facts: &Facts) -> Outcome {
     })
 }
 
-/// Finds clients in containers that can harm other clients by commands to a control daemon. Root's processes on the
-/// host can do that anyway.
+/// Finds clients in containers that can harm other clients by commands to a control daemon. Processes of root on the host are no
+/// finding, since they can harm clients in any case.
 fn commanders(facts: &Facts) -> Outcome {
     let clients = &facts.published()?.clients;
     // A client on several GPUs is listed once for each GPU, and named once here.
@@ -342,12 +343,13 @@ fn commanders(facts: &Facts) -> Outcome {
     let all = list(&|client| {
         let is_contained =
             || client.container_id.is_some() || proc::is_elsewhere(client.pid).unwrap_or_default();
-        // A later version of the service may have other words here, which may mean that the client can give more commands.
+        // A later version of the service may publish other words for `may_command`, which may mean that the client can give more
+        // commands.
         let is_harmless =
             |may: &Word<_>| matches!(may.known(), Some(MayCommand::Nothing | MayCommand::Neighbours));
         client.may_command.as_ref().is_some_and(|may| !is_harmless(may)) && is_contained()
     });
-    // Only programs in containers are looked at: a program on the host can reach more than the socket.
+    // Only programs in containers have `Neighbours`: a program on the host can reach more than a control daemon's socket.
     let neighbours =
         list(&|client| client.may_command.as_ref().is_some_and(|may| *may == MayCommand::Neighbours));
     let mut findings = Vec::new();

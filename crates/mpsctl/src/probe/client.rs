@@ -1,6 +1,6 @@
-//! A CUDA client for measurements: this program is started again, in the environment of a slice. The argument of the client
-//! is the request, and the client prints the answer to stdout and ends. The client runs no kernel, so it causes no fault for
-//! other clients, even if it is killed.
+//! A CUDA client for measurements: yunion-mpsctl starts its own program again, in the environment of a slice. The client gets one
+//! request as an argument, prints the answer to stdout, and ends. The client runs no kernel, so it causes no fault for other
+//! clients, even if it is killed.
 
 use std::ffi::{OsStr, OsString};
 use std::io::Write;
@@ -22,7 +22,7 @@ use common::host::proc;
 /// The first argument of the process that becomes a CUDA client; the second is a [`CudaRequest`] in JSON.
 const BECOME: &str = "become-cuda-client";
 
-/// A pipe directory that does not exist. Only root could make it, so no process listens there.
+/// A pipe directory that does not exist. Only root could create this directory, so no control daemon listens in it.
 const NOWHERE: &str = "/nonexistent";
 
 /// The longest time for an answer: the start of a server takes seconds.
@@ -34,8 +34,8 @@ const END_DEADLINE: Duration = Duration::from_secs(5);
 pub(super) enum CudaRequest {
     /// Count the multiprocessors of the GPU without opening a context.
     Count,
-    /// Open a context and report its GPU. Then allocate memory until an allocation fails or this many MiB are
-    /// allocated, and free all of it. With None, allocate nothing.
+    /// Open a context and report its GPU. With `allocate`, also allocate memory until an allocation fails or `allocate` MiB are
+    /// allocated, and free this memory. With None, allocate nothing.
     Look { allocate: Option<u64> },
 }
 
@@ -45,7 +45,7 @@ pub(super) struct ContextFacts {
     pub(super) sms: u32,
     pub(super) memory_free: u64,
     pub(super) memory_total: u64,
-    /// The memory that the client could allocate, in MiB. None if the request was to allocate nothing.
+    /// The memory that the client could allocate, in MiB. None if the client was asked to allocate nothing.
     #[serde(rename = "memory_allocated")]
     pub(super) allocated: Option<u64>,
 }
@@ -92,8 +92,8 @@ impl Environment {
             .stdin(Stdio::null())
             .stdout(Stdio::piped())
             .stderr(Stdio::null())
-            // The client has a process group of its own, so that Ctrl-C reaches only this process. The client then frees its
-            // memory and ends by itself.
+            // The client has a process group of its own, so that Ctrl-C reaches only yunion-mpsctl and not the client. After
+            // Ctrl-C the client frees its memory and ends by itself.
             .process_group(0)
             .spawn()
             .map_err(|error| Error::System("start a process", error))?;
@@ -119,14 +119,14 @@ impl Environment {
     }
 }
 
-/// Ends the GPU work of a client that hangs. The client ends once its calls return.
+/// Ends the GPU work of a client that hangs. Such a client ends as soon as its calls of CUDA return.
 async fn end_client(pid: u32) {
     let terminate = async { DaemonProxy::connect().await?.terminate_client(pid).await };
     let _ = timeout(END_DEADLINE, terminate).await;
 }
 
-/// If the first argument after the program's name is [`BECOME`], this process is a CUDA client for one request. Returns its exit
-/// status.
+/// If the first argument after the program's name is [`BECOME`], this process is a CUDA client for one request. Returns the exit
+/// status of the client.
 pub(crate) fn become_cuda_client(arguments: &[OsString], out: &mut dyn Write) -> Option<u8> {
     let [_, ask, request] = arguments else { return None };
     if ask != BECOME {

@@ -1,5 +1,5 @@
-//! A CUDA context, to see a GPU as a client does. Each use needs a new process, since the driver reads a slice's limits from the
-//! environment once, and keeps them until the process ends.
+//! A CUDA context, to see a GPU as a client does. Each measurement needs a new process, since the driver reads a slice's limits
+//! from the environment once, and keeps them until the process ends.
 
 use std::ffi::CStr;
 use std::io::Write;
@@ -12,7 +12,8 @@ use super::raw;
 
 const MIB: usize = 1 << 20;
 
-/// The sizes of allocations in MiB. Each size is tried until it fails, then the next smaller one.
+/// The sizes of allocations in MiB. Memory is allocated in pieces of one size until an allocation fails, and after that in pieces
+/// of the next smaller size.
 const STEPS_MIB: [usize; 5] = [256, 64, 16, 4, 1];
 
 #[derive(Debug, thiserror::Error)]
@@ -31,8 +32,8 @@ impl CudaError {
     }
 }
 
-/// Makes the process end with a message if the library or a function in it is missing. The binding panics then, so
-/// this must be called before any other function here.
+/// Makes the process end with a message if the library or a function in it is missing. In this case the Rust binding of CUDA
+/// panics, so this function must be called before all other functions of this module.
 pub(crate) fn exit_with_message_on_panic(say: fn(&mut dyn Write, &str)) {
     std::panic::set_hook(Box::new(move |panic| {
         let text = panic.payload().downcast_ref::<String>().map(String::as_str);
@@ -60,7 +61,7 @@ pub(crate) struct GpuContext {
 }
 
 impl GpuContext {
-    /// Makes the context. After that this process is an MPS client.
+    /// Opens the context, which makes this process an MPS client.
     pub(crate) fn open() -> Result<Self, CudaError> {
         let failed = |error| CudaError::new("opening a CUDA context", error);
         let context = CudaContext::new(0).map_err(failed)?;

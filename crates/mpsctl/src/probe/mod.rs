@@ -18,11 +18,11 @@ pub(crate) mod client;
 mod cuda;
 mod raw;
 
-/// The tolerated difference in multiprocessors: GPUs assign them in pairs.
+/// The tolerated difference in multiprocessors, since GPUs assign multiprocessors in pairs.
 const SMS_TOLERANCE: u32 = 2;
 
-/// The most memory of a context that counts against the limit, in MiB: a fixed part, and a part for each multiprocessor. An H200
-/// needs 28 and 3.7.
+/// The most memory of a context that counts against the limit, in MiB: a fixed part, and a part for each multiprocessor. A
+/// context on an H200 needs 28 MiB, and 3.7 MiB for each multiprocessor.
 const CONTEXT_MIB: u64 = 128;
 const CONTEXT_MIB_PER_SM: u64 = 6;
 
@@ -74,8 +74,8 @@ pub(crate) async fn probe(daemon: &DaemonProxy, arguments: &Arguments, out: &mut
     Ok(if reports.iter().all(ProbeReport::matches) { 0 } else { FAILED })
 }
 
-/// The first slice of each size on each GPU that is not drained. If all slices of a size are drained, the first of
-/// them.
+/// The first slice of each size on each GPU that is not drained. If all slices of a size are drained, the first drained slice of
+/// this size is taken.
 fn first_slices<'d>(devices: impl IntoIterator<Item = &'d Listed<Device>>) -> Vec<&'d Listed<Device>> {
     let mut first: Vec<&Listed<Device>> = Vec::new();
     for device in devices {
@@ -106,8 +106,9 @@ async fn named<'a>(
     device.ok_or_else(|| Error::Failed(format!("slice {slice} no longer exists")))
 }
 
-/// Refuses to probe a slice if the probe would have to wait. A control daemon without multi-user mode serves one user
-/// until the last client of that user has ended. A client of another user waits until then, which can take weeks.
+/// Refuses to probe a slice if the probe would have to wait. A control daemon without multi-user mode serves one user until the
+/// last client of that user has ended. A client of another user waits until the last client of the first user has ended, which
+/// can take weeks.
 async fn refuse_to_queue(daemon: &DaemonProxy, device: &Device) -> Result<()> {
     let daemons = daemon.control_daemons().await?;
     let serves = |daemon: &&Listed<ControlDaemon>| {
@@ -163,7 +164,7 @@ struct ProbeReport<'a> {
     /// None if the measurement has failed.
     found: Option<[ContextFacts; 2]>,
     mismatches: Vec<String>,
-    /// The reason why the result is incomplete.
+    /// The reason why the result of the probe is incomplete.
     error: Option<String>,
 }
 
@@ -197,8 +198,8 @@ impl<'a> ProbeReport<'a> {
         let allocate = enforced && (self.clients == 0 || beside_clients);
         let look = |limits: ProbeLimits| CudaRequest::Look { allocate: limits.memory.filter(|_| allocate) };
         let as_slice = environment.ask(look(self.slice)).await?;
-        // A client's environment can only lower the limits of the control daemon. So limits of the control daemon that are
-        // too high are found only with a client without these variables.
+        // A client's environment can only lower the limits of the control daemon. So only a client without limits in its
+        // environment shows that the limits of the control daemon are too high.
         let without_limits = environment.without_limits().ask(look(self.control_daemon)).await?;
         self.found = Some([as_slice, without_limits]);
         if enforced {
@@ -286,8 +287,8 @@ fn differences(who: &str, limits: ProbeLimits, seen: ContextFacts, all: u32) -> 
     let Some(limit) = limits.memory.filter(|limit| *limit < seen.memory_total) else { return differences };
     let context = CONTEXT_MIB + CONTEXT_MIB_PER_SM * u64::from(seen.sms);
     let least = limit.saturating_sub(context);
-    // The memory of the context counts against the limit, so a client can never allocate all of it. If a client could
-    // allocate all of it, the limit is not in force.
+    // The memory of the context counts against the limit, so a client can never allocate as much memory as the limit says. If a
+    // client could allocate that much memory, the limit is not in force.
     if seen.memory_free >= limit || seen.allocated.is_some_and(|allocated| allocated >= limit) {
         let free = seen.memory_free;
         differences.push(format!(

@@ -1,6 +1,6 @@
-//! Calls of the driver for which the binding has no safe form: allocating memory with cuMemAlloc, and asking about a GPU without
-//! a context. The binding's safe allocations come from a pool, which allocates large pieces and so hides a limit. Only this
-//! module contains unsafe code.
+//! Calls of the driver for which the Rust binding of CUDA has no safe form: allocating memory with cuMemAlloc, and asking about a
+//! GPU without a context. The safe allocations of the Rust binding come from a memory pool, which allocates large pieces and so
+//! hides the exact memory limit. Only this module contains unsafe code.
 #![expect(
     unsafe_code,
     reason = "the binding has no safe form of these calls; each block says why it is sound"

@@ -11,7 +11,7 @@ use common::text::printable;
 
 const DEVICE_FILE: &str = "/etc/yunion/host_container_device.yml";
 
-/// The answers to all questions.
+/// The answers to all questions of `setup`.
 pub(super) struct Answers {
     /// True if the host belongs to the platform, whose host agent reads the files too.
     pub(super) platform: bool,
@@ -27,11 +27,12 @@ pub(super) struct Answers {
 }
 
 impl Answers {
-    /// Makes the answers. `slices` has the number of slices for each group of GPUs; 0 leaves the group out.
+    /// Makes the answers of `setup` from the choices for this host. `slices` has the number of slices for each group of GPUs; 0
+    /// leaves the group out.
     ///
-    /// Without a device file it does not matter if the kernel numbers the render nodes differently after the next boot, and a
-    /// new GPU is served at once. Without a device file, the platform knows none of the GPUs: it knows only the GPUs in that
-    /// file.
+    /// Without a device file it does not matter if the kernel numbers the render nodes differently after the next boot, and a new
+    /// GPU is served at once. Without a device file, the platform knows none of the GPUs, since the platform reads its GPUs from
+    /// the device file.
     pub(super) fn new(found: &HostGpus, slices: &[u32], platform: bool, by_itself: bool) -> Self {
         let mut gpus = Vec::new();
         for (group, slices) in found.groups.iter().zip(slices).filter(|(_, slices)| **slices > 0) {
@@ -62,7 +63,7 @@ pub(super) struct File {
     pub(super) change: &'static str,
 }
 
-/// Makes the files, in the order in which they have to be written. `loaded` is the present configuration.
+/// Makes the new configuration files, in the order in which they have to be written. `loaded` is the present configuration.
 pub(super) fn compose(answers: &Answers, loaded: &Loaded) -> Vec<File> {
     let settings = &loaded.settings;
     let (mut files, mut keys) = (Vec::new(), Vec::new());

@@ -9,7 +9,8 @@ use common::host::inventory::Inventory;
 use common::plan::{self, GpuPlan, Plan, memory_for_slices};
 use common::problem::Origin;
 
-/// The memory that is enough for most programs. Setup proposes the number of slices with about this much memory each.
+/// The memory in MiB that is enough for most programs. Setup proposes a number of slices that gives each slice about this much
+/// memory.
 const PROPOSED_MIB: u64 = 8192;
 
 /// The fewest and the most slices of a GPU that setup proposes.
@@ -34,7 +35,7 @@ pub(super) struct ModelGroup {
 
 impl HostGpus {
     pub(super) fn new(inventory: Inventory) -> Self {
-        // GPUs can be served or not regardless of the number of slices, so the plan has one slice for each GPU.
+        // The number of slices does not decide if a GPU can be served, so this plan has one slice for each GPU.
         let plan = plan(&inventory, NonZeroU32::MIN, Topology::Shared);
         let planned = |gpu: &Gpu| planned(plan.as_ref()?, gpu);
         let mut groups: Vec<ModelGroup> = Vec::new();
@@ -61,7 +62,8 @@ impl HostGpus {
         Self { inventory, groups, left_out }
     }
 
-    /// True if the service would try to serve a GPU that is left out, in case no entry says which GPUs to serve.
+    /// True if the service would also try to serve a GPU that setup has left out, in case the configuration has no entries for
+    /// single GPUs.
     pub(super) fn would_serve_more(&self) -> bool {
         self.left_out.iter().any(|(gpu, _)| gpu.pci.foreign_driver().is_none())
     }
@@ -100,8 +102,8 @@ impl HostGpus {
         format!("With {slices} slices of the {model}, each has {share}.")
     }
 
-    /// Describes the share of every program on the host, if programs find a slice without any settings and have its
-    /// limits. None if a program has the whole GPU.
+    /// Describes the share of a GPU that every program on the host has, if programs use a slice without any settings and have the
+    /// limits of this slice. None if a program has the whole GPU.
     pub(super) fn describe_program(&self, group: &ModelGroup, slices: u32) -> Option<String> {
         let plan = plan(&self.inventory, NonZeroU32::new(slices)?, Topology::Shared)?;
         if slices == 1 || !planned(&plan, group.gpus.first()?)?.limits_enforced {
@@ -136,8 +138,8 @@ impl HostGpus {
 }
 
 impl ModelGroup {
-    /// The number of slices that setup proposes for the memory of the GPUs. If the memory is not known, the default
-    /// of `cuda_mps_replicas`.
+    /// The number of slices that setup proposes for the memory of the GPUs. If the memory is not known, this is the default of
+    /// `cuda_mps_replicas`.
     pub(super) fn proposed(&self) -> u32 {
         let (least, most) = PROPOSED_SLICES;
         let default = Settings::default().replicas.get();
@@ -160,7 +162,7 @@ impl ModelGroup {
     }
 }
 
-/// Returns whether the GPU shares the memory of the host: NVML answers, but reports no memory of the GPU.
+/// Returns true if the GPU shares the memory of the host. NVML answers for such a GPU, but reports no memory.
 fn shares_memory(gpu: &Gpu) -> bool {
     gpu.facts().is_some_and(|facts| facts.memory_total_mib.is_none())
 }

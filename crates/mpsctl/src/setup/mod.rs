@@ -1,6 +1,7 @@
-//! `yunion-mpsctl setup`: from a host without configuration to files that serve its GPUs.
+//! `yunion-mpsctl setup`: writes the configuration with which the service serves the GPUs of a host.
 //!
-//! The plan of the service computes the share of a slice, and `--check` judges the result. No file that exists is changed.
+//! The service's own plan computes the share of a slice, and the check of `yunion-mps-daemon --check` judges the written files.
+//! `setup` changes no file that exists already.
 
 mod ask;
 mod files;
@@ -150,8 +151,9 @@ fn ask(
     };
     let asks = !platform && found.can_isolate_slices();
     let isolates = arguments.isolate_slices || asks && ask_isolation(questions, out)?;
-    // A program without a slice connects to the control daemon in the pipe directory itself. With isolated slices no control
-    // daemon is there, so the question is left out.
+    // A program without a slice connects to the control daemon in the pipe directory itself. If each slice has its own control
+    // daemon, no control daemon listens in the pipe directory itself, so setup does not ask if programs should use a slice
+    // automatically.
     let by_itself = !platform && !isolates && ask_by_itself(&arguments.sysroot, questions, out)?;
     if by_itself {
         let each = found.groups.iter().zip(&slices);
@@ -173,8 +175,8 @@ fn ask_isolation(questions: &mut Questions, out: &mut dyn Write) -> Result<bool>
     questions.no_or_yes("Should a fault stay in its slice?", out)
 }
 
-/// Asks if CUDA programs should find the control daemon without any settings. The default is no if containers would find it too,
-/// since `doctor` warns about that.
+/// Asks if CUDA programs should find the control daemon without any settings. The default answer is no if programs in containers
+/// would find the control daemon too, since `doctor` warns about a control daemon that containers find.
 fn ask_by_itself(sysroot: &Path, questions: &mut Questions, out: &mut dyn Write) -> Result<bool> {
     let question = "Should every CUDA program of this host use a slice automatically? Otherwise only \
                     programs that are started with a slice use one.";

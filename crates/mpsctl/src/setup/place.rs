@@ -17,8 +17,8 @@ pub(super) fn is_taken(sysroot: &Path, file: &Path) -> bool {
         .map_or_else(|error| error.kind() != io::ErrorKind::NotFound, |_| true)
 }
 
-/// Writes the files in this order. If a file can't be written, the files that were already written are removed. The error
-/// names the file.
+/// Writes the files in this order. If a file can't be written, the files that were already written are removed. The error names
+/// the file that can't be written.
 pub(super) fn all(sysroot: &Path, files: &[File]) -> Result<(), String> {
     let mut placed: Vec<PathBuf> = Vec::new();
     for file in files {

@@ -59,13 +59,13 @@ pub(crate) async fn clients(daemon: &DaemonProxy, arguments: &Arguments, out: &m
     Ok(())
 }
 
-/// Explains an empty list of clients. Not every state of the service explains it: a degraded service may serve most
-/// of its GPUs.
+/// Explains an empty list of clients. Not every state of the service explains an empty list: a degraded service may serve most of
+/// its GPUs.
 fn why_none(service: &Service) -> String {
     match service.state.known() {
         Some(State::Ready) => "No clients: no process uses a GPU that is served.".to_owned(),
-        // In the state `degraded`, another control daemon than the service's own may serve a GPU, and its clients are not
-        // known here. So the reason of the state is shown.
+        // In the state `degraded`, another control daemon than the service's own may serve a GPU, and the service does not know
+        // the clients of a foreign control daemon. So the reason of the state is shown.
         Some(State::Degraded) => format!(
             "No clients of this service: no process uses a GPU that it serves. Note that {state}",
             state = describe_state(service)

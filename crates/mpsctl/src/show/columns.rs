@@ -1,5 +1,5 @@
-//! The columns of all tables of slices, GPUs, control daemons and clients. A new column is one value in the list of its
-//! table.
+//! The columns of all tables of slices, GPUs, control daemons and clients. A new column needs only one more value in the list of
+//! its table's columns.
 
 use std::cmp::Ordering;
 
@@ -23,7 +23,7 @@ pub(crate) struct Column<R> {
     pub(crate) tone: fn(&R) -> Option<Tone>,
     /// The order of rows when `top` sorts by this column.
     pub(crate) order: fn(&R, &R) -> Ordering,
-    /// True if only `-o wide` shows it.
+    /// True if only `-o wide` shows the column.
     is_wide: bool,
 }
 
@@ -77,7 +77,8 @@ type OfGpu = Column<Gpu>;
 type OfDaemon = Column<ControlDaemon>;
 type OfClient = Column<Client>;
 
-// Columns that several tables have. The service lists the slices in the order of the configuration.
+// The columns that several tables have. The column SLICE has no order of its own: the service lists the slices in the order of
+// the configuration.
 const SLICE: Column<Device> = OfSlice::new("SLICE", |one| one.addr.shown());
 const SHARE: Column<Device> = OfSlice::new("SHARE", |one| with_unit(Some(one.mps_thread_percentage), "%"))
     .number()
@@ -138,7 +139,7 @@ pub(crate) const GPUS: &[Column<Gpu>] = &[
         .toned(|one| Some(Health::of_gpu(one).tone())),
 ];
 
-/// The columns of `list --platform`. The headings are the platform's.
+/// The columns of `list --platform`. The headings are those of the platform's command line.
 pub(crate) const PLATFORM_SLICES: &[Column<Device>] = &[
     OfSlice::new("Dev_type", |one| one.dev_type.shown()),
     OfSlice::new("Model", |one| one.model.shown()),
@@ -166,7 +167,8 @@ pub(crate) const PLATFORM_GPUS: &[Column<Gpu>] = &[
     OfGpu::new("Health", |one| for_the_platform(one.healthy, &one.reason)),
 ];
 
-/// The columns of the control daemons in `status`. The ids of the control daemons are replaced by names for people.
+/// The columns of the control daemons in `status`. Before these columns are printed, `status` replaces the ids of the control
+/// daemons by names for people.
 pub(crate) const CONTROL_DAEMONS: &[Column<ControlDaemon>] = &[
     OfDaemon::new("CONTROL DAEMON", |one| one.id.shown()),
     OfDaemon::new("STATE", |one| one.state.shown()).toned(tone_of_daemon),
@@ -184,7 +186,8 @@ pub(crate) const CONTROL_DAEMONS: &[Column<ControlDaemon>] = &[
     OfDaemon::new("SERVER", |one| one.servers.shown()).number(),
 ];
 
-/// The columns of `clients`. The GPUs of the clients are replaced by the GPUs' addresses.
+/// The columns of `clients`. Before these columns are printed, `clients` replaces the UUIDs of the clients' GPUs by the GPUs'
+/// addresses.
 pub(crate) const CLIENTS: &[Column<Client>] = &[
     PID,
     USER,
@@ -223,8 +226,8 @@ pub(crate) const TOP_SLICES: &[Column<Device>] = &[
         .toned(|one| one.overuse.as_ref().filter(|overuse| !overuse.is_empty()).map(|_| Tone::Bad))
         .order(|a, b| in_use(b).total_cmp(&in_use(a))),
     SHARE,
-    // The table has only the word, and sorts the worst state first. The reason is about the whole GPU, and is shown above the
-    // table while the slice is selected.
+    // The column STATE has only the word for the state, and sorts the worst state first. The reason of the state is about the
+    // whole GPU, and is shown above the table while the slice is selected.
     OfSlice::new("STATE", health)
         .toned(|one| Some(Health::of_slice(one).tone()))
         .order(|a, b| Health::of_slice(b).cmp(&Health::of_slice(a))),
@@ -266,7 +269,7 @@ fn of_limit<N: ToString>(number: Option<N>, limit: Option<N>, unit: &str) -> Str
     }
 }
 
-/// The number of clients of a slice, and the most that it may have: `2/12`.
+/// The number of clients of a slice, and the most clients that the slice may have: `2/12`.
 fn clients_of_slice(slice: &Device) -> String {
     match slice.max_clients {
         Some(most) => format!("{}/{most}", slice.clients.shown()),
@@ -280,7 +283,7 @@ fn gpu_of_slice(slice: &Device) -> String {
     index.into_iter().chain(slice.model.as_ref().map(Shown::shown)).collect::<Vec<_>>().join(" ")
 }
 
-/// The fraction of the memory limit that is in use; negative if it is not known.
+/// The fraction of the memory limit that is in use; negative if the use or the limit is not known.
 fn in_use(slice: &Device) -> f64 {
     match (slice.memory_used, slice.mps_memory_limit) {
         (Some(used), Some(limit)) if limit > 0 => f64::from(used) / f64::from(limit),

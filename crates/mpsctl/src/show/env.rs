@@ -45,9 +45,9 @@ enum EnvFormat {
 }
 
 impl EnvFormat {
-    /// The line to print instead of an answer. `docker run $(yunion-mpsctl env ...) IMAGE` ignores the exit status of env, and
-    /// without options the container would start without limits. So this line is an option, or the name of a device, that every
-    /// engine refuses. None if the engine also refuses an empty answer.
+    /// The line that `env` prints instead of the settings if it fails. `docker run $(yunion-mpsctl env ...) IMAGE` ignores the
+    /// exit status of env, and without options the container would start without limits. So the line is an option, or the name of
+    /// a device, that every container engine refuses. None for a format in which an empty output is refused too.
     fn refused_line(self) -> Option<&'static str> {
         match self {
             Self::Shell => Some("false"),
@@ -77,8 +77,8 @@ pub(crate) fn refused_line_of_wrong_usage(arguments: &[OsString]) -> Option<&'st
         Some(value) => value.strip_prefix('='),
         None => None,
     });
-    // A format that does not exist was most likely the name of another container engine, so the line is refused as for
-    // Docker.
+    // A format that does not exist was most likely the name of another container engine, so `env` prints the line for Docker,
+    // which every container engine refuses.
     let format =
         named.map_or(EnvFormat::Shell, |name| EnvFormat::from_str(name, false).unwrap_or(EnvFormat::Docker));
     format.refused_line()
@@ -106,8 +106,8 @@ pub(crate) async fn env(daemon: &DaemonProxy, arguments: &Arguments, out: &mut d
             for device in nvidias_devices(&answer) {
                 writeln!(out, "--device={device}")?;
             }
-            // `NVIDIA_VISIBLE_DEVICES` is left out: NVIDIA's CDI device sets the variable itself, so that NVIDIA's hook does
-            // not add the GPU again.
+            // `NVIDIA_VISIBLE_DEVICES` is left out: NVIDIA's CDI device sets this variable itself, so that NVIDIA's hook does not
+            // add the GPU again.
             write_options(&answer, |name| !gives_gpus(name), out)?;
         }
         EnvFormat::Compose => write!(out, "{}", compose_file(&answer)?)?,
@@ -157,7 +157,8 @@ fn only_slice(devices: &str) -> Result<&str, String> {
     Ok(devices)
 }
 
-/// A Compose file with one service that other services extend. Compose accepts that this service has no image.
+/// A Compose file with one service that other services extend. Compose accepts a service without an image if other services
+/// extend it.
 fn compose_file(answer: &ContainerAnswer) -> Result<String> {
     let mut lines = vec![
         "services:".to_owned(),
@@ -204,9 +205,8 @@ fn document(answer: &ContainerAnswer) -> Value {
     json!({"environment": environment, "mounts": mounts, "gpus": answer.gpus})
 }
 
-/// The environment for a process on this host. The process sees each directory under its path on the host. All GPUs
-/// are visible to it, so `CUDA_VISIBLE_DEVICES` has to make the right GPU its device 0, to which the memory limit
-/// applies.
+/// The environment for a process on this host. The process sees each directory under its path on the host. All GPUs are visible
+/// to a process on the host, so `CUDA_VISIBLE_DEVICES` has to make the right GPU its device 0, to which the memory limit applies.
 pub(crate) fn host_environment(answer: &ContainerAnswer) -> Vec<(String, String)> {
     let mut environment = answer.environment.clone();
     for (_, value) in &mut environment {
@@ -218,8 +218,8 @@ pub(crate) fn host_environment(answer: &ContainerAnswer) -> Vec<(String, String)
     environment
 }
 
-/// Makes sure that a program that is started by this process finds its control daemon. A program that does not find one starts
-/// without MPS, or gets error 46.
+/// Makes sure that a program that is started by this process finds its control daemon. A CUDA program that does not find its
+/// control daemon starts without MPS, or gets CUDA error 46.
 ///
 /// # Errors
 /// This process sees other directories than the service.
@@ -233,7 +233,8 @@ pub(crate) fn ensure_reachable(answer: &ContainerAnswer) -> Result<()> {
              a /tmp of its own (PrivateTmp= of a unit, job_container/tmpfs of Slurm); set \
              cuda_mps_pipe_directory to a directory outside of /tmp, such as /run/yunion-mps/pipe"
         ))),
-        // A user who may not look into the directory gets no error here. CUDA reports the error if there is one.
+        // A user who may not look into the pipe directory gets no error from this function: if a program can't reach its control
+        // daemon, CUDA reports the error.
         _ => Ok(()),
     }
 }

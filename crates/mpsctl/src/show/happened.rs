@@ -15,13 +15,13 @@ const TIME: usize = "  2026-11-21 12:34:56  ".len();
 #[derive(Debug)]
 struct Happened<'e> {
     words: String,
-    /// The latest of these events.
+    /// The latest of the events that have this text.
     last: &'e Event,
     times: usize,
 }
 
-/// Makes a heading and the lines of the last events, in the order of time. If the last fault is older than these
-/// events, it comes first: users look here for the reason of an error, and many events follow a fault. None if there
+/// Makes a heading and the lines of the last events, in the order of time. If the last fault is older than the shown events, the
+/// first line is the fault: users look at the events for the reason of an error, and many events follow a fault. None if there
 /// are no events.
 pub(super) fn last_events(events: &[Listed<Event>], width: Option<usize>) -> Option<String> {
     let mut shown = folded(events);

@@ -91,7 +91,7 @@ fn said(word: &str, reason: &str) -> String {
     if reason.is_empty() { word.to_owned() } else { format!("{word}: {}", printable(reason)) }
 }
 
-/// The state of the service, if a list is empty because of it.
+/// Describes the state of the service and its reason, for messages that explain an empty list.
 pub(crate) fn describe_state(service: &Service) -> String {
     match (service.state.shown(), printable(&service.state_reason)) {
         (state, reason) if reason.is_empty() => format!("the service is {state}."),

@@ -88,7 +88,7 @@ fn print_rows<R>(
     if form.json {
         print_json(out, &rows)?;
     } else if form.names {
-        // The first column of both tables has the names.
+        // The first column of the table of slices, and of the table of GPUs, has the names.
         for name in plain.filter_map(|row| columns.first().map(|column| (column.text)(row))) {
             writeln!(out, "{name}")?;
         }
@@ -113,7 +113,7 @@ pub(super) fn gpu_name(uuid: &String, gpus: &[Listed<Gpu>]) -> String {
     gpu.map_or(uuid, |gpu| &gpu.addr).shown()
 }
 
-/// The rows of an answer. If the service does not know its GPUs yet, the error is the reason of its state.
+/// The rows of an answer. If the service does not know its GPUs yet, the error is the reason of the service's state.
 fn known_now<R>(answer: Result<Vec<Listed<R>>, BusError>, service: &Service) -> Result<Vec<Listed<R>>> {
     match answer {
         Err(BusError::Refused(RequestError::NotReady(_))) => Err(Error::Failed(describe_state(service))),
@@ -121,8 +121,8 @@ fn known_now<R>(answer: Result<Vec<Listed<R>>, BusError>, service: &Service) -> 
     }
 }
 
-/// Prints for each GPU the clients without a known slice, or all clients of the GPU if they can't be assigned to
-/// slices. A single GPU is not named.
+/// Prints for each GPU the clients without a known slice, or all clients of the GPU if they can't be assigned to slices. If the
+/// host has only one GPU, the GPU is not named.
 fn print_sliceless(out: &mut dyn Write, gpus: &[Listed<Gpu>], devices: &[Listed<Device>]) -> io::Result<()> {
     let number = |clients: u32| counted(usize::try_from(clients).unwrap_or(usize::MAX), "client");
     for gpu in gpus {
@@ -142,8 +142,8 @@ fn print_sliceless(out: &mut dyn Write, gpus: &[Listed<Gpu>], devices: &[Listed<
     Ok(())
 }
 
-/// The number of clients of a GPU without a known slice, and their memory. None if the clients of slices are not known, as before
-/// Volta.
+/// The number of clients of a GPU without a known slice, and their memory. None if the clients of slices are not known, as on
+/// GPUs older than Volta.
 fn sliceless(gpu: &Gpu, devices: &[Listed<Device>]) -> Option<(u32, Option<i64>)> {
     let slices = || devices.iter().filter(|device| device.pci_bdf == gpu.pci_bdf);
     let of_slices: u32 = slices().map(|slice| slice.clients).sum::<Option<u32>>()?;

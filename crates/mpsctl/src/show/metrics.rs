@@ -254,7 +254,7 @@ fn about_each_client(published: &Published, devices: &[Listed<Device>], to: &mut
 /// The slice that a client has on its GPU.
 fn slice_of<'d>(client: &Client, devices: &'d [Listed<Device>]) -> Option<&'d Device> {
     let given: BTreeSet<&str> = given(client).collect();
-    // Two slices of one GPU can't be combined, so a client that names both counts for the first.
+    // Two slices of one GPU can't be combined, so a client that names two slices of a GPU counts for the first of these slices.
     let device = devices.iter().find(|device| {
         given.contains(device.addr.as_str()) && device.device_path.as_ref() == Some(&client.gpu)
     });
@@ -314,7 +314,7 @@ impl Labelled for ControlDaemon {
     }
 }
 
-/// The platform uses the address, NVIDIA's exporters use the UUID.
+/// The platform names a GPU by its address, and NVIDIA's exporters name a GPU by its UUID.
 impl Labelled for Gpu {
     fn labels(&self) -> Labels {
         vec![("gpu", printable(&self.addr)), ("uuid", text(self.device_path.as_ref()))]

@@ -44,7 +44,8 @@ pub(crate) struct Arguments {
     pub(crate) watch: bool,
 }
 
-/// Prints the status. If the terminal has too few rows, the end is left out, so that the state does not scroll away.
+/// Prints the status. If the terminal has too few rows, the end of the status is left out, so that the state in its first line
+/// does not scroll away.
 pub(crate) async fn print(daemon: &DaemonProxy, arguments: &Arguments, out: &mut dyn Write) -> Result<()> {
     let rows = rows().filter(|_| !arguments.json && arguments.output.is_none());
     let Some(rows) = rows else { return status(daemon, arguments, out).await };
@@ -61,8 +62,8 @@ pub(crate) async fn print(daemon: &DaemonProxy, arguments: &Arguments, out: &mut
 pub(crate) async fn status(daemon: &DaemonProxy, arguments: &Arguments, out: &mut dyn Write) -> Result<()> {
     let mut answers = StatusAnswers::ask(daemon, arguments).await?;
     for _ in 1..ATTEMPTS {
-        // The answers come one after the other, and the state may change meanwhile. The questions are repeated then, so that
-        // no old state is shown with new control daemons.
+        // The answers of the service come one after the other, and its state may change meanwhile. If the state has changed, the
+        // questions are repeated, so that no old state is shown with new control daemons.
         let now = daemon.service().await?;
         if (&now.state, &now.state_reason) == (&answers.service.state, &answers.service.state_reason) {
             break;
@@ -82,7 +83,7 @@ pub(crate) async fn status(daemon: &DaemonProxy, arguments: &Arguments, out: &mu
         writeln!(out, "\n{events}")?;
     }
     if !control_daemons.is_empty() {
-        // The id of a control daemon may be the UUID of its GPU. The table shows the GPU's name instead.
+        // The id of a control daemon may be the UUID of its GPU. The table shows the address of the GPU instead of the UUID.
         let named = |one: &Listed<ControlDaemon>| ControlDaemon {
             id: gpu_name(&one.id, &gpus),
             ..ControlDaemon::clone(one)
@@ -94,8 +95,8 @@ pub(crate) async fn status(daemon: &DaemonProxy, arguments: &Arguments, out: &mu
         writeln!(out, "\n{}", table_of(GPUS, gpus.iter().map(Deref::deref), wide))?;
     }
     let waits = control_daemons.iter().any(|daemon| daemon.state == ControlDaemonState::Waiting);
-    // The service asks the control daemons for the clients, and one of them may hang. So the rest of the screen is shown
-    // without the clients after a while.
+    // The service asks the control daemons for the clients, and a control daemon may hang. If the answer takes too long, the
+    // status is shown without the clients.
     let clients =
         if waits { timeout(PATIENCE, daemon.clients()).await.ok().and_then(Result::ok) } else { None };
     let reasons = reasons(&service, &control_daemons, &gpus, clients.as_deref());
@@ -121,8 +122,8 @@ impl StatusAnswers {
         }
         let control_daemons = daemon.control_daemons().await?;
         let events = daemon.events().await?;
-        // While the service is starting it does not know its GPUs. The state of the service shows that, and the rest is
-        // shown.
+        // While the service is starting it does not know its GPUs. The status of a starting service is shown without GPUs, and
+        // the state says that the service is starting.
         let gpus = known(daemon.gpus().await)?.unwrap_or_default();
         Ok(Self { service, control_daemons, gpus, events })
     }
@@ -176,8 +177,8 @@ fn how_it_waits(
     let Some(clients) = clients else { return Some(since) };
     let left = clients.iter().filter(|client| !client.bypass && !is_of_another(&client.gpu));
     let left: BTreeSet<u32> = left.map(|client| client.pid).collect();
-    // If the plan gives all GPUs of this control daemon to other control daemons, its clients are not counted here. So 0 does
-    // not mean that it has no client.
+    // If the plan gives all GPUs of this control daemon to other control daemons, its clients are not counted here. So a count of
+    // 0 does not mean that the control daemon has no client.
     if left.is_empty() {
         return Some(since);
     }

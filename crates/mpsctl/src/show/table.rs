@@ -17,8 +17,8 @@ const PLATFORM: &str = "||--+-++|    ++++++";
 /// The number of blanks between two columns without borders.
 const GAP: u16 = 2;
 
-/// The width for a long text in the last column, which is wrapped. Other columns are left out before the last column
-/// gets less.
+/// The width for a long text in the last column, which is wrapped. Other columns are left out before the last column gets less
+/// than this width.
 const PROSE: usize = 24;
 
 /// The smallest width of a column whose texts are cut.
@@ -66,8 +66,8 @@ pub(crate) struct Head {
     pub(crate) is_number: bool,
     /// True if the end of a text is more important than its beginning, as in a path. Such texts are cut in front.
     pub(crate) ends: bool,
-    /// If not all columns fit, the column with the highest number is left out first. 0: it is never left out. The last column
-    /// is never left out either.
+    /// If not all columns fit, the column with the highest number is left out first. A column with 0 is never left out. The last
+    /// column is never left out either.
     pub(crate) expendable: u8,
 }
 
@@ -209,7 +209,7 @@ impl Table {
         }
         let last = table.column_count().saturating_sub(1);
         for (index, column) in table.column_iter_mut().enumerate() {
-            // The padding after the last column would reach beyond the terminal.
+            // The last column has no padding at its right, since the padding would reach beyond the terminal.
             column.set_padding((0, if index == last { 0 } else { GAP }));
             if self.heads.get(index).is_some_and(|head| head.is_number) {
                 column.set_cell_alignment(CellAlignment::Right);
@@ -246,7 +246,7 @@ impl Table {
                 column.set_constraint(ColumnConstraint::Hidden);
             }
         }
-        // If the last column would get less than half of its width, the other columns are cut too.
+        // If the last column would get less than half of `PROSE`, the texts of the other columns are cut too.
         if needed(&columns, PROSE / 2) <= width {
             for column in table.column_iter_mut().take(last).filter(|column| is_shown(column)) {
                 column.set_constraint(ColumnConstraint::ContentWidth);

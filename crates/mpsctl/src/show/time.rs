@@ -1,16 +1,16 @@
-//! Times for people: the local time of day and the time since then. JSON has the exact moment.
+//! Times for people: a moment in local time, and the time that has passed since a moment. The JSON output has the exact moment.
 
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use jiff::Timestamp;
 use jiff::tz::TimeZone;
 
-/// The moment this many seconds after 1970. Most moments on the bus have this form.
+/// The moment this many seconds after 1970. Most moments on the bus are given in seconds after 1970.
 pub(crate) fn from_seconds(seconds: i64) -> SystemTime {
     from_microseconds(seconds.saturating_mul(1_000_000))
 }
 
-/// The moment this many microseconds after 1970. The times of events on the bus have this form.
+/// The moment this many microseconds after 1970. The times of events on the bus are given in microseconds after 1970.
 pub(crate) fn from_microseconds(microseconds: i64) -> SystemTime {
     let microseconds = u64::try_from(microseconds).unwrap_or_default();
     UNIX_EPOCH.checked_add(Duration::from_micros(microseconds)).unwrap_or(UNIX_EPOCH)
@@ -29,7 +29,7 @@ pub(crate) fn age(at: SystemTime) -> String {
 fn local_in(at: SystemTime, zone: TimeZone) -> String {
     match Timestamp::try_from(at) {
         Ok(at) => at.to_zoned(zone).strftime("%Y-%m-%d %H:%M:%S").to_string(),
-        // Such a moment is after the year 9999.
+        // The library has no date for a moment after the year 9999.
         Err(_) => "-".to_owned(),
     }
 }

@@ -85,13 +85,13 @@ fn print(events: &[Listed<Event>], json: bool, out: &mut dyn Write) -> Result<()
     Ok(())
 }
 
-/// The last answer of the service. Its events were printed.
+/// The events in the last answer of the service, which were printed already.
 #[derive(Debug, Default)]
 struct PrintedEvents(Vec<Listed<Event>>);
 
 impl PrintedEvents {
-    /// The events that the last answer did not have. A new event need not be the last one: its time is the time at which it was
-    /// seen.
+    /// The events that the last answer did not have. A new event need not be the last event in the list, since events are sorted
+    /// by the time at which they were seen.
     fn new_ones(&mut self, events: Vec<Listed<Event>>) -> Vec<Listed<Event>> {
         let mut before = std::mem::replace(&mut self.0, events);
         let mut new = self.0.clone();
@@ -102,8 +102,8 @@ impl PrintedEvents {
         new
     }
 
-    /// True if events may have been missed between two answers, because the service has dropped them again. Known
-    /// faults do not prove the opposite, since the service keeps faults longer.
+    /// True if events may have been missed between two answers, because the service has dropped them again. Faults that were
+    /// printed before do not prove that no event was missed, since the service keeps faults longer than other events.
     fn may_miss_some(&self, events: &[Listed<Event>]) -> bool {
         let is_known = |event: &&Listed<Event>| self.0.iter().any(|known| **known == ***event);
         let known = events.iter().filter(is_known).count();

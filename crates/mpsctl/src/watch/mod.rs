@@ -19,10 +19,10 @@ pub(super) mod top;
 /// The time between two looks at the service if it reports no change.
 const PERIOD: Duration = Duration::from_secs(1);
 
-/// The time between two looks while the service reports one change after the other.
+/// The time between two looks at the service while it reports one change after the other.
 const SHORTEST: Duration = Duration::from_millis(250);
 
-/// The connection to the service, for repeated looks. The service and the bus may end and start again meanwhile.
+/// The connection to the service, for repeated looks at it. The service and the bus may end and start again between two looks.
 #[derive(Debug, Default)]
 struct ReconnectingProxy {
     joined: Option<(DaemonProxy, ServiceChanges)>,
@@ -40,7 +40,7 @@ impl ReconnectingProxy {
         Ok(daemon)
     }
 
-    /// Waits until the next look: after a change, or at the end of the period.
+    /// Waits until the next look at the service is due: after a change, or at the end of the period.
     async fn pause(&mut self) {
         let due = Instant::now() + PERIOD;
         sleep(SHORTEST).await;
@@ -56,12 +56,13 @@ impl ReconnectingProxy {
     }
 }
 
-/// Waits for an answer for which the service needs no work. Returns an error if the answer does not come in time.
+/// Waits for an answer that the service can give at once. Returns an error if the answer does not come in time.
 async fn in_time<T, E: From<BusError>>(answer: impl Future<Output = Result<T, E>>) -> Result<T, E> {
     timeout(SIGN_OF_LIFE, answer).await.unwrap_or_else(|_| Err(BusError::Silent.into()))
 }
 
-/// Says why the service does not answer now. The reader gets the next answer as soon as there is one.
+/// Says why the service does not answer now. The command goes on asking, and prints the next answer of the service as soon as
+/// there is one.
 fn describe(error: &BusError) -> String {
     match error {
         BusError::NotRunning => "yunion-mps-daemon is not running; waiting for it".to_owned(),
@@ -69,8 +70,8 @@ fn describe(error: &BusError) -> String {
     }
 }
 
-/// True if the reader of the output has closed the pipe. Without this look, the command would notice the closed pipe only at
-/// the next event.
+/// True if the reader of the output has closed the pipe. Without this check, the command would notice the closed pipe only at the
+/// next event.
 fn reader_has_gone() -> bool {
     let stdout = rustix::stdio::stdout();
     let mut asked = [PollFd::new(&stdout, PollFlags::empty())];

@@ -128,7 +128,7 @@ fn service_facts(model: &Model) -> Vec<Span<'static>> {
     facts
 }
 
-/// Puts the facts on as many lines as needed. The first line leaves space for the clock at its end.
+/// Puts the facts about the service on as many lines as needed. The first line leaves space for the clock at its end.
 fn facts(width: usize, facts: Vec<Span<'static>>) -> Vec<Line<'static>> {
     let mut lines = vec![Line::default()];
     for fact in facts {
@@ -226,8 +226,8 @@ fn at_or_date(at: SystemTime) -> String {
     if is_old { time::local(at) } else { time_of_day(at) }
 }
 
-/// Divides the rows of the screen between slices, clients and events. Clients and slices share what the smallest
-/// number of events leaves, and neither gets more rows than it needs.
+/// Divides the rows of the screen between slices, clients and events. The events get at least [`EVENTS`] rows if there are so
+/// many events. Clients and slices share the other rows, and neither table gets more rows than it needs.
 fn shares(room: usize, slices: usize, clients: usize, events: usize) -> (usize, usize, usize) {
     let left = room.saturating_sub(events.min(EVENTS));
     let clients = clients.max(1);
@@ -241,14 +241,14 @@ struct TopTable<'t, R> {
     name: String,
     columns: &'t [Column<R>],
     rows: &'t [&'t Listed<R>],
-    /// The text of a row before all others. None if the table has no such row.
+    /// The text of an extra row above all other rows, such as the row for all slices. None if the table has no extra row.
     front: Option<&'static str>,
     sort: Sort,
     /// True if keys apply to this table.
     is_focused: bool,
-    /// The index of the selected row. The row before all others counts.
+    /// The index of the selected row. An extra row above all other rows counts too.
     selected: Option<usize>,
-    /// The time of the rows, if they are outdated. None if the rows are current.
+    /// The time at which the service gave the values in the rows, if they are outdated. None if the rows are current.
     of: Option<SystemTime>,
 }
 
@@ -290,7 +290,7 @@ impl<R> TopTable<'_, R> {
         };
         let mut columns: Vec<_> = self.columns.iter().map(|column| (column, natural(column))).collect();
         let mut heads = columns.iter().map(|(column, width)| (column.head, *width)).collect();
-        // The mark of the selected row needs two columns, so the table has two less.
+        // The mark of the selected row needs two columns of the terminal, so the table has two columns less.
         let left_out = without_room(&mut heads, room.saturating_sub(2), PROSE);
         columns.retain(|(column, _)| !left_out.contains(&column.head.name));
         if let Some(((_, prose), others)) = columns.split_last_mut() {

@@ -96,8 +96,8 @@ pub(crate) async fn top(out: &mut dyn Write) -> Result<u8> {
     }
 }
 
-/// The size of the screen. The library's own function returns a wrong size if the terminal does not report one, as on a serial
-/// line.
+/// The size of the screen. The terminal library's own function returns a wrong size if the terminal does not report its size, as
+/// on a serial line.
 fn area() -> Rect {
     let (columns, rows) = size();
     Rect::new(0, 0, columns, rows)

@@ -9,7 +9,7 @@ use common::bus::rows::{Client, Device, Event, Service};
 /// The age at which an answer is shown as outdated.
 const OLD: Duration = Duration::from_secs(4);
 
-/// The answers of the service for which it needs no work.
+/// The answers that the service can give at once.
 #[derive(Debug)]
 pub(super) struct TopAnswers {
     pub(super) service: Listed<Service>,
@@ -18,16 +18,16 @@ pub(super) struct TopAnswers {
     pub(super) events: Vec<Listed<Event>>,
 }
 
-/// The last answers, and the reasons why there are no newer ones.
+/// The last answers of the service, and the reasons why there are no newer answers.
 #[derive(Debug, Default)]
 pub(super) struct Model {
     pub(super) service: Option<Listed<Service>>,
     pub(super) devices: Vec<Listed<Device>>,
     pub(super) events: Vec<Listed<Event>>,
     pub(super) clients: Vec<Listed<Client>>,
-    /// The reason why the service does not answer now. None: it answers.
+    /// The reason why the service does not answer now. None if the service answers.
     pub(super) silent: Option<String>,
-    /// The reason why the clients are not known now. None: they are known.
+    /// The reason why the clients are not known now. None if the clients are known.
     pub(super) unlisted: Option<String>,
     published: Option<Instant>,
     listed: Option<Instant>,

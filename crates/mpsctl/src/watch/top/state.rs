@@ -70,7 +70,7 @@ pub(super) enum Action {
 #[derive(Debug, Default)]
 pub(super) struct TopState {
     pub(super) focus: Focus,
-    /// The selected slice. None: the row for all slices is selected.
+    /// The name of the selected slice. None if the row for all slices is selected.
     pub(super) slice: Option<String>,
     pub(super) client: Option<ClientId>,
     pub(super) sort_slices: Sort,
@@ -78,7 +78,7 @@ pub(super) struct TopState {
     /// The client whose work the question on the screen is about, and the text of the question. None if the screen has no
     /// question.
     pub(super) question: Option<(ClientId, String)>,
-    /// The process whose GPU work the service is ending. None: there is none.
+    /// The process whose GPU work the service is ending. None if the service is ending no GPU work.
     pub(super) ending: Option<u32>,
     pub(super) message: Option<String>,
     pub(super) help: bool,
@@ -200,8 +200,8 @@ impl TopState {
         }
     }
 
-    /// Selects another row of the table to which keys apply. `to` gets the index of the selected row and the number
-    /// of rows.
+    /// Selects another row of the table to which keys apply. `to` gets the index of the selected row and the number of rows, and
+    /// returns the index of the row to select.
     fn select(&mut self, model: &Model, to: impl Fn(usize, usize) -> usize) {
         match self.focus {
             Focus::Slices => {
@@ -220,7 +220,7 @@ impl TopState {
         }
     }
 
-    /// Puts the question on the screen if the work of the selected client should be ended.
+    /// Asks the user on the screen if the GPU work of the selected client should be ended.
     fn ask(&mut self, model: &Model) {
         if let Some(pid) = self.ending {
             self.message = Some(format!("The GPU work of process {pid} is still being ended."));

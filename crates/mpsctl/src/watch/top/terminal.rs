@@ -1,4 +1,5 @@
-//! The terminal: the whole screen, without echo and line mode. The terminal is restored in every case.
+//! Gives `top` the whole screen of the terminal, without echo and line mode. The terminal is restored when `top` ends, even after
+//! a panic.
 
 use std::fs::File;
 use std::io;
@@ -30,7 +31,7 @@ impl Entered {
         Ok(Self(()))
     }
 
-    /// Restores the terminal while `stopped` runs, and changes it again afterwards.
+    /// Restores the terminal while `stopped` runs, and puts the terminal into the state for `top` again afterwards.
     pub(super) fn interrupt(stopped: impl FnOnce()) -> io::Result<()> {
         leave();
         stopped();
