@@ -1,8 +1,8 @@
-//! Looks at clients, and keeps the register of them (`mps_core::register`). One task looks for all callers: clients that come
-//! together share a look, and no part of it runs on the loop's thread. A caller that wants to know more than the register has
-//! waits for the next look, which takes microseconds. A process that is stuck in the driver also blocks the thread that reads
-//! its memory, so that part of a look has a deadline for each process; an answer that comes after the deadline still gets
-//! into the register.
+//! Looks at clients, and keeps the register of them (`mps_core::register`). One task looks at clients for all callers:
+//! clients that come together share a look, and no part of a look runs on the main loop's thread. A caller that needs facts
+//! which the register does not have waits for the next look, which takes microseconds. A process that is stuck in the driver
+//! also blocks the thread that reads its memory, so the read of memory in a look has a deadline for each process; an answer
+//! that comes after the deadline still gets into the register.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
@@ -21,8 +21,8 @@ use common::host::blocking::Blocking;
 use common::host::identity;
 use common::membership::{ProcessSight, SliceMounts, Slices};
 
-/// The time for which a caller waits for a look at processes without their memory. The look takes microseconds, but the host
-/// agent's records can be many, or half-written.
+/// The time for which a caller waits for a look at processes without their memory. Such a look takes microseconds, but the
+/// host agent's records of containers can be many, or half-written.
 const PATIENCE: Duration = Duration::from_secs(10);
 
 /// The time for which a look waits for the environment of one process. The environment is in the memory of the process, so a
@@ -40,7 +40,7 @@ pub(crate) struct Clients(Arc<Lookout>);
 struct Lookout {
     known: Mutex<LookedAt>,
     looks: watch::Sender<Looks>,
-    /// Reads the memory of processes, on threads other than the loop's.
+    /// Reads the memory of processes, on threads other than the main loop's.
     memory: Blocking,
     begun: Instant,
 }
@@ -48,11 +48,11 @@ struct Lookout {
 #[derive(Debug)]
 struct LookedAt {
     register: Register,
-    /// The slices to which looks assign clients.
+    /// The slices to which the register assigns clients.
     slices: Slices,
 }
 
-/// The numbers of the looks that have begun, and of those that are still under way.
+/// The numbers of the looks that have begun, and the numbers of the looks that are still under way.
 #[derive(Debug, Default)]
 struct Looks {
     is_wanted: bool,
@@ -67,8 +67,8 @@ impl Looks {
     }
 }
 
-/// A look at one process, and its answer. When this value is dropped, the register gets the answer, or that there is
-/// none.
+/// A look at one process, and its answer. When a [`Question`] is dropped, the register gets the answer, or learns that
+/// there is no answer.
 struct Question {
     clients: Clients,
     process: ProcessId,
@@ -105,7 +105,8 @@ impl Clients {
         clients
     }
 
-    /// Sets the slices to which looks assign clients. The slices of a known client may change with this.
+    /// Sets the slices to which the register assigns clients. The slices of a client that the register knows may change
+    /// with this call.
     pub(crate) fn pursue(&self, slices: Slices) {
         let mut known = self.known();
         if known.slices != slices {
@@ -115,13 +116,13 @@ impl Clients {
         }
     }
 
-    /// The slices to which looks assign clients.
+    /// The slices to which the register assigns clients.
     pub(crate) fn slices(&self) -> Slices {
         self.known().slices.clone()
     }
 
-    /// Takes note of a line of a control daemon's log. The register looks at a client as soon as it has come: the client may
-    /// not live long.
+    /// Takes note of a line of a control daemon's log. The register looks at a client as soon as the log reports it, since
+    /// the client may not live long.
     pub(crate) fn observe(&self, daemon: &DaemonId, meaning: &Meaning) {
         let now = self.0.begun.elapsed();
         match meaning {
@@ -191,7 +192,7 @@ impl Clients {
         self.wake(&known);
     }
 
-    /// Looks at these processes unless they are known, and returns what is known of those that run.
+    /// Looks at these processes unless they are known, and returns what is known of the processes that run.
     pub(crate) async fn look_up(&self, processes: &[ProcessId]) -> BTreeMap<u32, KnownClient> {
         self.want_all(processes);
         self.looked_at(processes).await
@@ -269,8 +270,8 @@ impl Clients {
             let clients = self.clone();
             let first = kernel.ask(PATIENCE, move || clients.look(&slices, questions)).await;
             let clients = self.clone();
-            // The memory of processes is read in a separate task, since that can take long. Callers that do not need it go
-            // on, and the next look can begin.
+            // The memory of processes is read in a separate task, since such a read can take long. Callers that do not
+            // need the memory go on, and the next look at clients can begin.
             tokio::spawn(async move {
                 clients.look_at_memory(first.unwrap_or_default()).await;
                 clients.0.looks.send_modify(|looks| _ = looks.under_way.remove(&number));
@@ -292,7 +293,7 @@ impl Clients {
     }
 
     /// Looks at these processes, but not at their memory. Returns the processes whose environment has to be read too,
-    /// since it decides about their slices.
+    /// since the environment decides about their slices.
     fn look(&self, slices: &Slices, questions: Vec<Question>) -> Vec<(Question, KnownClient, ProcessSight)> {
         self.make_room();
         let host = SliceMounts::find(slices);
@@ -325,7 +326,7 @@ impl Clients {
                 let look = move || {
                     let slices = sight.slices(question.process.pid);
                     // If the process has ended meanwhile, another process may have had its PID during the look. The result of
-                    // such a look is dropped.
+                    // a look at a process that has ended is dropped.
                     let runs = identity::read(question.process.pid).ok() == Some(question.process);
                     if let Ok(slices) = slices
                         && runs

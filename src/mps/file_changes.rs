@@ -1,10 +1,11 @@
 //! Reports when files change: the logs of control daemons.
 //!
 //! All watches share one inotify instance, since by default the kernel allows only 128 instances for all processes of a user.
-//! If the service can't get an instance, code that waits for a change has to look from time to time.
+//! If the service can't get an inotify instance, code that waits for a change of a file has to look at the file from time to
+//! time.
 //!
-//! A watch reports one change of a file, and then has to be added again. Control daemons log every question, and otherwise each
-//! of these lines would wake the service while it waits for the answer.
+//! A watch reports one change of a file, and then has to be added again. A control daemon logs every question of the service,
+//! and with a permanent watch each such line would wake the service while it waits for the answer.
 
 use common::host::inotify::{is_shortage, new_instance, no_files, shortage};
 use common::host::readable::Readable;
@@ -31,11 +32,11 @@ pub(crate) struct FileChanges(Arc<Mutex<Shared>>);
 
 #[derive(Debug, Default)]
 struct Shared {
-    /// The inotify instance. None until the first watch makes it.
+    /// The inotify instance, which is None until the first watch makes it.
     queue: Option<Arc<Readable>>,
     /// The tasks that the next change wakes, by the inotify number of the watch.
     watches: BTreeMap<i32, Vec<Arc<Notify>>>,
-    /// The error that was logged last, so that it is not logged again.
+    /// The last error that was logged. The same error is not logged again.
     told: Option<Errno>,
 }
 
@@ -110,7 +111,7 @@ impl FileWatch {
         }
     }
 
-    /// Returns when a file has changed since it was added. After that the file has to be added again.
+    /// Returns when a file has changed since it was added. A file that has changed has to be added again.
     pub(crate) async fn changed(&self) {
         self.changed.notified().await;
     }
@@ -177,7 +178,7 @@ fn read(queue: BorrowedFd<'_>) -> io::Result<Read> {
     }
 }
 
-/// Wakes the tasks whose files have changed, and forgets their watches: the kernel has removed these.
+/// Wakes the tasks whose files have changed, and forgets the watches of these files, which the kernel has removed.
 fn wake(shared: &mut Shared, read: &Read) {
     shared.watches.retain(|watch, wakes| {
         let touched = read.lost_some || read.watches.contains(watch);

@@ -27,8 +27,8 @@ pub(crate) struct Launch<'a> {
     pub arguments: &'a [&'a str],
     /// The CPUs to which the control daemon is bound. None if the control daemon may run on all CPUs.
     pub cpus: Option<Cpus>,
-    /// Variables that are added to the service's own environment. From that environment the server needs PATH and
-    /// `LD_LIBRARY_PATH`.
+    /// Variables that are added to the service's own environment. From the service's environment the MPS server needs
+    /// PATH and `LD_LIBRARY_PATH`.
     pub environment: &'a [(&'a str, String)],
     /// The file for the control daemon's standard output and standard error.
     pub output: File,
@@ -75,12 +75,13 @@ impl PausedProcess {
         Ok(Self { process: Process::hold(pid, Some(child))?, word })
     }
 
-    /// The identity of the process. [`PausedProcess::go`] does not change it.
+    /// The identity of the process. [`PausedProcess::go`] does not change the identity of the process.
     pub(crate) fn identity(&self) -> ProcessId {
         self.process.identity()
     }
 
-    /// Lets the process become the control daemon. If this value is dropped instead, the process ends.
+    /// Lets the process become the control daemon. If a [`PausedProcess`] is dropped, its process ends without becoming
+    /// a control daemon.
     pub(crate) async fn go(mut self) -> io::Result<Process> {
         self.word.write_all(b"\n").await?;
         Ok(self.process)
@@ -90,9 +91,9 @@ impl PausedProcess {
 /// The first argument of the service's program, with which it becomes a control daemon.
 pub(crate) const ARGUMENT: &str = "launch-control";
 
-/// Waits for a byte on standard input, and executes the program in `arguments`, which has a list of CPUs before it.
-/// The program and everything that it starts are bound to these CPUs; with an empty list they are not bound. Returns
-/// an error if that fails, and Ok if the input ends without a byte.
+/// Waits for a byte on standard input, and executes the program in `arguments`, which has a list of CPUs before it. The
+/// program and everything that it starts are bound to the CPUs in the list; with an empty list the program is not
+/// bound. Returns an error if the program can't be executed, and Ok if the input ends without a byte.
 pub(crate) fn become_program(mut arguments: impl Iterator<Item = OsString>) -> io::Result<()> {
     let cpus = arguments.next().and_then(|list| Cpus::parse(list.to_str()?));
     let program = arguments.next().ok_or_else(|| io::Error::other("no program named"))?;
@@ -101,11 +102,11 @@ pub(crate) fn become_program(mut arguments: impl Iterator<Item = OsString>) -> i
     if io::stdin().read(&mut word)? == 0 {
         return Ok(());
     }
-    // Lowering the control daemon's OOM score fails if the service does not run as root. The control daemon serves
-    // nevertheless.
+    // Lowering the control daemon's OOM score fails if the service does not run as root. The control daemon serves even
+    // if its OOM score can't be lowered.
     let _ = oom::adjust(oom::OF_CONTROL_DAEMONS);
     // The CPUs are bound last, since the move to another control group may have changed the CPUs of this process. If binding
-    // fails, the control daemon uses all CPUs, and the service shows that.
+    // to the CPUs fails, the control daemon uses all CPUs, and the service shows all these CPUs in its status.
     let _ = cpus.map(Cpus::bind);
     let error = std::process::Command::new(&program).args(arguments).stdin(Stdio::null()).exec();
     Err(io::Error::new(error.kind(), format!("{}: {error}", program.display())))

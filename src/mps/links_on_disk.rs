@@ -1,5 +1,6 @@
 //! The pipe directory and the directories of slices: each has a hard link to the socket that the control daemon makes in its
-//! private directory. A client needs nothing else, and a program that has nothing else can't set limits for other programs.
+//! private directory. A client needs only this hard link, and a program that can reach only the link, and not the private
+//! directory, can't set limits for other programs.
 
 use std::collections::BTreeSet;
 use std::ffi::OsStr;
@@ -17,19 +18,19 @@ use common::problem::Problem;
 
 use common::directories::{self, ATTEMPTS, BadDirectory, SOCKET, clear_place, immutable};
 
-/// The socket at which programs wait. The name is not longer than that of a control daemon's socket, since the path of a
-/// socket has a maximum length.
+/// The name of the socket at which programs wait for a control daemon. The name is not longer than that of a control
+/// daemon's socket, since the path of a socket has a maximum length.
 pub(super) const WAITING: &str = "waiting";
 
 /// The name of a new link until it replaces the former link.
 const NEW: &str = ".control.new";
 
-/// The names of further files that a control daemon makes in its directory. In a directory that should have only
-/// links, these files are from an earlier control daemon.
+/// The names of further files that a control daemon makes in its directory. In a directory that should have only links,
+/// files with these names are from an earlier control daemon.
 const LEFTOVERS: [&str; 4] = ["control_privileged", "control_lock", "log", "nvidia-cuda-mps-control.pid"];
 
-/// The most entries of the directory of slices that are looked at besides the planned slices. A container with write access to
-/// the pipe directory can make any number of entries.
+/// The largest number of entries that the service reads in the directory of slices, besides the directories of planned slices.
+/// A container with write access to the pipe directory can make any number of entries.
 const OTHERS: usize = 512;
 
 /// A control daemon's socket, to which hard links are made.
@@ -81,7 +82,8 @@ impl Socket {
         let leads = identity(&directory).map_err(|error| bad(pipe_directory, &error))? == Some(self.id);
         for name in LEFTOVERS.into_iter().filter(|_| !leads) {
             match unlink(&directory, name) {
-                // `log` may also be the log directory, whose default name this is. A directory stays.
+                // The entry `log` may also be the log directory, since `log` is the default name of the log directory.
+                // A directory stays.
                 Ok(()) | Err(Errno::NOENT | Errno::ISDIR) => {}
                 Err(error) => return Err(bad(pipe_directory, &error.into())),
             }
@@ -89,7 +91,7 @@ impl Socket {
         self.link(&directory, pipe_directory, moved)
     }
 
-    /// Makes the link. Returns false if the link was already there.
+    /// Makes the link. Returns false if the directory already had a link to this socket.
     fn link(&self, directory: &OwnedFd, path: &Path, moved: &mut Vec<String>) -> Result<bool, BadDirectory> {
         for _ in 0..ATTEMPTS {
             if identity(directory).map_err(|error| bad(path, &error))? == Some(self.id) {
@@ -145,7 +147,7 @@ impl SliceDirectories {
         Ok(Self { path: path.to_owned(), directory: directories::open_in(&parent, path, moved)? })
     }
 
-    /// Opens the directory. None if the directory is missing.
+    /// Opens the directory. None if the directory of slices is missing.
     ///
     /// # Errors
     /// The path is no directory of the service.
@@ -170,7 +172,7 @@ impl SliceDirectories {
         socket.link(&directory, &path, moved)
     }
 
-    /// Removes the link from the directory of a slice. With `socket`, a link to any other socket stays.
+    /// Removes the link from the directory of a slice. If `socket` is given, a link to any other socket stays.
     ///
     /// # Errors
     /// The link can't be removed.
@@ -183,7 +185,8 @@ impl SliceDirectories {
         closed.map_err(|error| still_leads(&self.path.join(name), &error))
     }
 
-    /// Stops other users from changing the directories of these slices, and from adding directories.
+    /// Makes the directories of the slices in `names`, and the directory that contains them, immutable, so that no
+    /// other user changes or adds directories.
     pub(crate) fn keep<'n>(&self, names: impl IntoIterator<Item = &'n String>) {
         for name in names {
             // A slice that has no directory yet is skipped.
@@ -194,12 +197,13 @@ impl SliceDirectories {
         keep(&self.directory, &self.path);
     }
 
-    /// Lets other users change the directories of these slices again, and all further directories of slices in this
-    /// directory that were protected.
+    /// Removes the immutable flag from the directories of the slices in `names`, from all other slices' directories
+    /// that have the flag, and from the directory that contains all slices.
     fn release(&self, names: &BTreeSet<String>) {
-        // The immutable flag of the directory that contains all slices is set last and removed last. If it is not set, no
-        // slice's directory has the flag. So when many control daemons are released, only the first of them looks at all
-        // directories.
+        // The immutable flag of the directory that contains all slices is set last and removed last. If the directory
+        // that contains all slices has no immutable flag, no slice's directory has the flag. So if the links of many
+        // control daemons are released one after another, the service searches all directories only for the first control
+        // daemon.
         let kept = immutable::is_set(&self.directory).unwrap_or_default();
         let others = kept.then(|| self.others(names).unwrap_or_default());
         for name in names.iter().chain(others.iter().flatten()) {
@@ -213,8 +217,8 @@ impl SliceDirectories {
         rustix::fs::openat(&self.directory, name, flags, Mode::empty())
     }
 
-    /// The names of the existing directories that can belong to slices, without the names in `names`. The directory may have
-    /// further names if other users have made many files there.
+    /// The names of the existing directories that can belong to slices, without the names in `names`. The result may lack
+    /// some names if other users have made many files in the directory.
     pub(crate) fn others(&self, names: &BTreeSet<String>) -> Result<Vec<String>, BadDirectory> {
         let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC;
         let entries = rustix::fs::openat(&self.directory, ".", flags, Mode::empty()).and_then(Dir::new);
@@ -228,8 +232,8 @@ impl SliceDirectories {
     }
 }
 
-/// Stops other users from changing a pipe directory. A directory that also has foreign files, such as /run, is not changed: other
-/// programs may need to change it.
+/// Makes a pipe directory immutable, so that no other user changes it. A directory that also has foreign files, such as /run,
+/// does not become immutable, since other programs may need to change it.
 pub(crate) fn keep_pipe(path: &Path, log_directory: &Path) {
     let log = log_directory.strip_prefix(path).ok().and_then(|below| below.iter().next());
     let is_ours = |name: &OsStr| {
@@ -253,7 +257,7 @@ fn keep(directory: &OwnedFd, path: &Path) {
 }
 
 /// Lets all users with the right to write change and remove a pipe directory and the directories of slices again. `names` are the
-/// slices of this control daemon.
+/// slices of the control daemon that used these directories.
 pub(crate) fn release(pipe_directory: &Path, slice_directories: Option<&Path>, names: &BTreeSet<String>) {
     if let Some(Ok(Some(directories))) = slice_directories.map(SliceDirectories::existing) {
         directories.release(names);

@@ -1,4 +1,5 @@
-//! Processes of the control daemon. No other module watches, signals or stops them; [`super::launch`] starts them.
+//! Processes of the control daemon. No other module watches, signals or stops the processes of a control daemon;
+//! [`super::launch`] starts them.
 
 use std::convert::Infallible;
 use std::fmt;
@@ -33,7 +34,7 @@ impl Process {
         Ok(Self { handle: ProcessHandle::open(pid)?.watched()?, child })
     }
 
-    /// Opens a handle of a process that is not a child. None if the process has ended.
+    /// Opens a handle of a process that is not a child of the service. None if the process has ended.
     ///
     /// # Errors
     /// The kernel refuses, for example because the service has no file descriptors left. The process may live.
@@ -46,7 +47,7 @@ impl Process {
         unless_gone(Self::hold(pid, None))
     }
 
-    /// Opens the file of the process's standard output, even if that file was removed. Opens it read-only if the
+    /// Opens the file of the process's standard output, even if that file was removed. Opens the file read-only if the
     /// file's mode forbids writing.
     pub(crate) fn output_file(&self) -> io::Result<File> {
         let output = proc::open_file(self.identity().pid, 1);
@@ -57,11 +58,12 @@ impl Process {
         self.handle.identity()
     }
 
-    /// Waits until the process has ended, and returns its exit status. None if the process is not a child.
+    /// Waits until the process has ended, and returns its exit status. None if the process is not a child of the
+    /// service.
     pub(crate) async fn exited(&mut self) -> Option<ExitStatus> {
         match &mut self.child {
             // Waiting for a child makes the kernel remove the zombie of the child. On a kernel without pidfds the zombie
-            // stays until then.
+            // stays until the service waits for the child.
             Some(child) => child.wait().await.ok(),
             None => {
                 self.handle.ended().await;
@@ -70,8 +72,8 @@ impl Process {
         }
     }
 
-    /// Returns the exit status as [`Process::exited`] does, if the process has ended or ends within a moment. The
-    /// outer None: the process goes on.
+    /// Returns the exit status as [`Process::exited`] does, if the process has ended or ends within a moment. The outer
+    /// None means that the process goes on.
     pub(crate) async fn exited_by_now(&mut self) -> Option<Option<ExitStatus>> {
         tokio::time::timeout(ENDING, self.exited()).await.ok()
     }
@@ -86,7 +88,7 @@ impl Process {
     }
 }
 
-/// Continues a process if SIGSTOP has stopped it, and returns a message about that.
+/// Continues a process if SIGSTOP has stopped it, and returns a message that the process was stopped.
 pub(crate) fn continue_if_stopped(pid: u32) -> Option<String> {
     let process = Process::open(pid).ok().flatten().filter(|_| is_stopped(pid))?;
     Some(match process.signal(Signal::CONT) {
@@ -115,13 +117,13 @@ pub(crate) async fn ended(pid: u32) {
     }
 }
 
-/// The number of checks that a process runs on after it was continued, and the pause between two checks. A debugger can stop
-/// a process and continue it at once, repeatedly.
+/// The number of checks that a process still runs after it was continued, and the pause between two checks. A debugger can
+/// stop a process and continue it at once, repeatedly.
 const GO_ON_LOOKS: u32 = 20;
 const GO_ON_PAUSE: Duration = Duration::from_millis(5);
 
-/// The pause between two checks of a process that the service keeps running. A program that stops the process every
-/// 300 us still lets the process run part of the time.
+/// The pause between two checks of a process that the service keeps running. Even if another program stops the process
+/// every 300 us, the process then runs part of the time.
 const KEEP_PAUSE: Duration = Duration::from_millis(1);
 
 fn is_stopped(pid: u32) -> bool {
@@ -167,8 +169,8 @@ const SILENT_TIMEOUT: Duration = Duration::from_secs(1);
 /// The time between SIGTERM and SIGKILL. Measured: 4 ms.
 const TERMINATE_TIMEOUT: Duration = Duration::from_secs(5);
 
-/// Asks a control daemon to end with its clients, so that its servers end cleanly, and returns if it has ended. `quit -t` can
-/// hang as long as a client runs, so it has a deadline.
+/// Asks a control daemon to end with its clients, so that its servers end cleanly, and returns true if the control daemon has
+/// ended. `quit -t` can hang as long as a client runs, so the command has a deadline.
 pub(crate) async fn stop(
     process: &mut Process,
     control: &Control,
@@ -184,8 +186,8 @@ pub(crate) async fn stop(
     process.ends_within(patience).await
 }
 
-/// Ends a control daemon with its clients: with SIGTERM, then with SIGKILL. The caller reports the affected clients
-/// before.
+/// Ends a control daemon with its clients: with SIGTERM, then with SIGKILL. Before this call, the
+/// caller reports the clients that will lose their work.
 pub(crate) async fn end_by_signal(process: &mut Process, may_end: Permit) -> io::Result<Stopped> {
     tell_cause("is sent SIGTERM", process, may_end);
     process.signal(Signal::TERM)?;
@@ -221,8 +223,8 @@ fn listens(process: &Process, control: &Control) -> bool {
 /// The time that a control daemon without clients has to answer `quit`. Measured: 81 ms.
 const IDLE_QUIT_TIMEOUT: Duration = Duration::from_secs(3);
 
-/// Asks a control daemon that seems to have no client to end, and returns if it has ended. If a client comes meanwhile, the
-/// control daemon stays until that client has ended, so no client loses work.
+/// Asks a control daemon that seems to have no client to end, and returns true if the control daemon has ended. If a client
+/// comes meanwhile, the control daemon stays until that client has ended, so no client loses work.
 pub(crate) async fn stop_idle(process: &mut Process, control: &Control, may_end: Permit) -> bool {
     tell_cause("is asked to end without clients", process, may_end);
     if !listens(process, control) {
@@ -251,8 +253,8 @@ impl Held {
         let pid = self.0.identity().pid;
         let mut going_on = GoingOn { held: self.clone(), thawed: Vec::new(), was_held: false };
         for _ in 0..GO_ON_LOOKS {
-            // If another program stops the process every 300 us, the process runs only right after SIGCONT. So the second
-            // look follows the first at once.
+            // If another program stops the process every 300 us, the process runs only right after SIGCONT. So the
+            // service checks twice, without a pause, that no thread of the process is stopped.
             if !going_on.continue_once(is_any_thread_stopped(pid))?
                 || !going_on.continue_once(is_any_thread_stopped(pid))?
             {
@@ -313,7 +315,7 @@ impl GoingOn {
         }
     }
 
-    /// Continues the process if it is stopped or frozen, and returns true if it was.
+    /// Continues the process if it is stopped or frozen, and returns true if the process was stopped or frozen.
     fn continue_once(&mut self, stopped: bool) -> io::Result<bool> {
         let frozen = cgroup_freezer::holds(self.pid());
         let held = stopped || frozen.is_some();

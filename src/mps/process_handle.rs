@@ -1,7 +1,7 @@
 //! A handle of a process: a signal reaches this process or none, even if another process gets its PID. The handle is a pidfd,
-//! which Linux has from 5.3 on. The 4.18 and 4.19 kernels of RHEL 8, Debian 10 and openEuler 20.03 have none. On such a
-//! kernel the process is polled, and its identity is compared before each signal. Another process could get the PID only in
-//! the microseconds between the comparison and the signal.
+//! which Linux has from 5.3 on. The 4.18 and 4.19 kernels of RHEL 8, Debian 10 and openEuler 20.03 have no pidfds. On a
+//! kernel without pidfds the service polls the process, and compares its identity before each signal. On such a kernel
+//! another process could get the PID only in the microseconds between the comparison of the identity and the signal.
 
 use std::io;
 use std::os::fd::OwnedFd;
@@ -70,8 +70,8 @@ impl ProcessHandle<Readable> {
             }
             return;
         };
-        // A pidfd becomes readable when its process ends, and stays readable. Waiting fails only in a runtime that is
-        // shutting down.
+        // A pidfd becomes readable when its process ends, and stays readable. Waiting for the pidfd fails only in a
+        // tokio runtime that is shutting down.
         if pidfd.until(|_| Ok(())).await.is_err() {
             std::future::pending::<()>().await;
         }

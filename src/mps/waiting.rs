@@ -1,6 +1,7 @@
-//! The waiting socket: a socket of the service that replaces that of a control daemon. A program that connects to it waits,
-//! since no process accepts the connection. Measured on an H200: the program waits as long as the socket exists. When the
-//! socket is gone, the program starts without MPS, unless the compute mode refuses it.
+//! The waiting socket: a socket of the service that replaces that of a control daemon. A CUDA program that connects to the
+//! waiting socket waits, since no process accepts the connection. Measured on an H200: a CUDA program waits as long as the
+//! waiting socket exists. When the waiting socket is gone, the CUDA program starts without MPS, unless the compute mode
+//! refuses it.
 
 use std::fs::{self, Permissions};
 use std::os::fd::OwnedFd;
@@ -77,7 +78,8 @@ impl WaitingSocket {
         })
     }
 
-    /// Releases the programs that have waited, and returns their PIDs. `own` is the PID of the service.
+    /// Releases the programs that have waited at the socket, and returns the PIDs of these programs. `own` is the PID
+    /// of the service.
     pub(crate) fn let_go(self, own: u32) -> Vec<u32> {
         let next = || match accept_with(&self.listener, SocketFlags::CLOEXEC) {
             Ok(program) => Ok(socket_peercred(&program).ok()),
@@ -88,8 +90,8 @@ impl WaitingSocket {
             match next() {
                 Ok(peer) => {
                     let pid = peer.map(|peer| peer.pid.as_raw_nonzero().get().unsigned_abs());
-                    // The service itself connects to the socket too, to find out which process listens there. The service
-                    // does not wait for a server.
+                    // The service itself connects to the socket too, to find out which process listens there. The PID of
+                    // the service is not that of a waiting program.
                     waited.extend(pid.filter(|pid| *pid != own));
                 }
                 Err(Errno::INTR | Errno::CONNABORTED) => {}

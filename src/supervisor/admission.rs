@@ -1,5 +1,6 @@
-//! The directories with links to a control daemon. The supervisor and the main loop share them, so that a drain is complete when
-//! it is answered, even while the supervisor waits for something. The core decides which links there should be.
+//! The directories with links to a control daemon. The supervisor and the main loop share these directories, so that the main
+//! loop can remove the links of a drained slice before it answers the request to drain, even while the supervisor waits for
+//! something. The core (`crates/core`) decides which links there should be.
 
 use std::collections::BTreeSet;
 use std::path::PathBuf;
@@ -64,7 +65,7 @@ fn linked(running: &Running) -> Linked<PathBuf> {
 }
 
 impl SharedAdmission {
-    /// The links to the control daemon of an order. The control daemon may run already.
+    /// The links to the control daemon of `plan`. The control daemon may run already.
     pub(super) fn new(
         plan: &ControlDaemonPlan,
         retiring: bool,
@@ -77,14 +78,14 @@ impl SharedAdmission {
             admission.links.release(&mut admission.directories);
         }
         let shared = Self { admission: Arc::new(Mutex::new(admission)), state_file, changed };
-        // Errors are ignored here: a link is made only after the control daemon has its order, and links that can't be
-        // removed are reported as an event.
+        // Errors are ignored here: links are made only later, when the control daemon has the limits of the plan, and
+        // links that can't be removed are reported as an event.
         let _ = shared.apply();
         shared
     }
 
-    /// Takes a new order. `retiring` is true if the control daemon is about to end by this order. Links that the
-    /// order does not need are removed at once.
+    /// Takes a new order. `retiring` is true if the control daemon ends as soon as its clients have ended. Links that
+    /// `plan` does not need are removed at once.
     pub(super) fn pursue(&self, plan: &ControlDaemonPlan, retiring: bool) {
         {
             let Admission { links, directories } = &mut *self.lock();
@@ -101,7 +102,7 @@ impl SharedAdmission {
         let _ = self.apply();
     }
 
-    /// Makes the links point to the control daemon, which has the limits of this order.
+    /// Makes the links point to the control daemon, which has the limits of `plan`.
     pub(super) fn lead(&self, running: &Running, plan: &ControlDaemonPlan) -> Result<(), Bad> {
         {
             let Admission { links, directories } = &mut *self.lock();
@@ -131,7 +132,7 @@ impl SharedAdmission {
         }
     }
 
-    /// Releases the programs that have waited, and returns their PIDs.
+    /// Releases the programs that have waited for the control daemon, and returns the PIDs of these programs.
     pub(super) fn let_go(&self) -> Vec<u32> {
         let Admission { links, directories } = &mut *self.lock();
         links.let_go();
@@ -150,8 +151,8 @@ impl SharedAdmission {
         }
     }
 
-    /// Makes and removes links, with the closed slices in the state file. The error says that the control daemon's
-    /// own directory can't be used.
+    /// Makes and removes links, so that a slice that is closed in the state file has no link. The error says that the
+    /// control daemon's own directory can't be used.
     pub(super) fn apply(&self) -> Result<(), Bad> {
         let closed = self.state_file.lock().closed();
         let mut admission = self.lock();
@@ -184,7 +185,8 @@ impl SharedAdmission {
         LinkNews { renewed, moved: std::mem::take(&mut directories.moved), stuck: events.stuck }
     }
 
-    /// The directory that contains a directory for each slice. The links there point to the control daemon.
+    /// The directory that contains a directory for each slice. The links in the slices' directories point to the
+    /// control daemon.
     pub(super) fn slice_directories(&self) -> Option<PathBuf> {
         self.lock().links.slices_in()
     }
@@ -225,7 +227,7 @@ impl Admission {
 
     fn apply(&mut self, closed: &ClosedDevices) -> Result<(), Bad> {
         let done = self.links.apply(&mut self.directories, closed);
-        // The descriptors of the directories are closed until the next pass.
+        // The descriptors of the directories are closed until the next pass over the links.
         (self.directories.socket, self.directories.slices) = (None, None);
         done
     }

@@ -1,4 +1,5 @@
-//! Finds processes that use a served GPU without its control daemon. No limits apply to such a process.
+//! Finds processes that use a served GPU without its control daemon. MPS limits do not apply to a process that uses a
+//! GPU without the control daemon.
 
 use std::collections::BTreeSet;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -15,7 +16,8 @@ pub(crate) struct Bypass {
     pub process: ProcessId,
     /// The command of the process, 15 characters at most.
     pub command: String,
-    /// The owner of the process, as the end of a sentence. Empty until the process is reported.
+    /// The owner of the process in words that end a sentence, such as ` of user alice`. The owner is empty until the
+    /// process is reported.
     pub owner: String,
     /// The GPU memory that the process holds, in MiB.
     pub memory_mib: Option<u64>,
@@ -34,7 +36,7 @@ impl Bypass {
 pub(crate) struct ToldBypasses(Arc<Mutex<BTreeSet<(String, ProcessId)>>>);
 
 impl ToldBypasses {
-    /// Returns the processes in `come` that were not reported yet, and takes them as reported.
+    /// Returns the processes in `come` that were not reported yet, and records them as reported.
     pub(super) fn newly_told<'b>(&self, come: Vec<&'b Bypass>) -> Vec<&'b Bypass> {
         let mut told = self.lock();
         come.into_iter().filter(|bypass| told.insert(key(bypass))).collect()
@@ -56,7 +58,7 @@ fn key(bypass: &Bypass) -> (String, ProcessId) {
     (bypass.gpu_uuid.clone(), bypass.process)
 }
 
-/// Describes processes: `PID 1234 (python3) of user alice, PID 1235 (python3)`.
+/// Describes processes in words such as `PID 1234 (python3) of user alice, PID 1235 (python3)`.
 pub(crate) fn describe<'a>(processes: impl IntoIterator<Item = &'a Bypass>) -> String {
     let words: Vec<String> = processes
         .into_iter()

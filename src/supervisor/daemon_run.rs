@@ -33,8 +33,8 @@ const WORDS_MAX: usize = 200;
 /// The number of last lines of the log that are remembered for the message about the end of a control daemon.
 const LAST_WORDS: usize = 3;
 
-/// The doubt that a message about a fault adds. Measured: the client that this line of the log named had not caused
-/// the error.
+/// The doubt that a message about a fatal GPU error adds. Measured: the client that this line of the log named had not
+/// caused the error.
 const DOUBT: &str = "the log can't tell which of these clients caused the error: its line \"Client {PID: \
                      ...} encountered a fatal GPU error\" names a client that was hit, not a client that \
                      caused the error";
@@ -52,21 +52,25 @@ pub(super) enum Happening {
     Nothing,
 }
 
-/// One run of a control daemon, from its start or take-over to its end, except for the facts that the core has.
+/// One run of a control daemon, from its start or take-over to its end, except for the facts on which the core's
+/// decisions depend.
 #[derive(Debug)]
 pub(super) struct DaemonRun {
     pub(super) process: Process,
-    /// The exit status of the control daemon. None until its end, or if the process is not a child of the service.
+    /// The exit status of the control daemon. None until the control daemon has ended, or if its process is not a child
+    /// of the service.
     pub(super) exit_status: Option<ExitStatus>,
-    /// The control daemon's entry in the state file. The entry may differ from the order.
+    /// The control daemon's entry in the state file. The entry may differ from the order that the supervisor has now.
     pub(super) running: Running,
     pub(super) control: Arc<Control>,
     pub(super) log: Follower,
-    /// The offset in the log up to which the earlier service has passed the lines on: they are not passed on again.
+    /// The offset in the log up to which an earlier run of the service has passed the lines on to the journal: these
+    /// lines are not passed on again.
     pub(super) quiet_until: u64,
     /// The problem with the log that was last reported.
     pub(super) log_trouble: Option<&'static str>,
-    /// The last lines of the log that may explain an end. No line is older than the newest server.
+    /// The last lines of the log that may explain the end of the control daemon or of a server. No remembered line of
+    /// the log is older than the newest server.
     last_words: VecDeque<String>,
     /// Tasks that wait for the ends of the servers; each returns the PID of its server.
     pub(super) server_ends: JoinSet<u32>,
@@ -146,13 +150,14 @@ impl DaemonRun {
         format!("the control daemon ended{how}")
     }
 
-    /// Describes the end of the control daemon. After a signal, its last lines are not the explanation.
+    /// Describes the end of the control daemon. If a signal has ended the control daemon, the last lines of its log do
+    /// not explain the end.
     pub(super) fn how_it_ended(&self) -> String {
         let is_killed = self.exit_status.is_some_and(|status| status.signal().is_some());
         if is_killed { self.end() } else { self.end() + &self.words() }
     }
 
-    /// The last lines of the log, as the end of a sentence about an end.
+    /// The last lines of the log, as the last words of a sentence about the end of the control daemon or of a server.
     pub(super) fn words(&self) -> String {
         if self.last_words.is_empty() {
             return String::new();

@@ -36,8 +36,8 @@ impl GpuShell for Worker {
             });
             seen.insert(uuid, look.map_err(Into::into));
         }
-        // The processes in this list use a GPU without a server of the service. If that is reported, the message names their
-        // owners, so the register looks them up now.
+        // The processes in `strangers` use a GPU without a server of the service. A message about a process that uses a GPU
+        // without MPS names the owner of the process, so the register looks at the process now.
         let strangers = self.processes.values().flatten().filter(|process| !process.via_mps);
         let strangers: Vec<ProcessId> =
             strangers.filter_map(|process| identity::read(process.pid).ok()).collect();
@@ -95,8 +95,8 @@ impl GpuShell for Worker {
         }
         self.reporter.update_gpu(gpu, |gpu| {
             gpu.server_kept_out = server_is_kept_out;
-            // The bypasses are replaced only if some have come or ended. A change of their memory alone would publish a new
-            // state at each check.
+            // The bypasses are replaced only if some have come or ended. If a change of the memory of a bypass counted too,
+            // each health check would publish a new status.
             if is_news {
                 gpu.bypasses = now;
             }
@@ -115,9 +115,9 @@ impl GpuShell for Worker {
 }
 
 impl Worker {
-    /// The processes that NVML lists on a GPU, as far as they belong to this control daemon. If several control
-    /// daemons take turns on the GPU, their servers are left out, and it is not known to which control daemon a
-    /// client belongs.
+    /// The processes that NVML lists on a GPU, as far as they belong to this control daemon. If several control daemons
+    /// take turns on the GPU, the servers of the other control daemons are left out, and it is not known to which
+    /// control daemon a client belongs.
     fn own(&self, mut there: Vec<GpuProcess>) -> Vec<GpuProcess> {
         if self.order.plan.tenure() == Tenure::InTurns {
             let others = self.tools.state_file.lock().pids_of_others(&self.order.plan.id);

@@ -1,5 +1,6 @@
-//! The links to a control daemon: they are made when it has its limits, and the health check restores links that a user has
-//! changed. If the directories have the immutable flag, no user can change them.
+//! The links to a control daemon: the service makes them when the control daemon has its limits, and the health check
+//! restores links that a user has changed. If the directories of the links have the immutable flag, no user can change the
+//! links.
 
 use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
@@ -10,19 +11,20 @@ use super::admission::LinkNews;
 /// The most renamed files that one message names.
 const MOVED_TOLD: usize = 4;
 
-/// The most programs that one message names.
+/// The most waiting programs that one message names.
 const WAITED_TOLD: usize = 8;
 
 impl Worker {
-    /// Releases the programs that have waited for a control daemon, and names them: they start without MPS, or the driver refuses
-    /// them.
+    /// Releases the programs that have waited for a control daemon, and reports their PIDs: these programs start without MPS, or
+    /// the driver refuses them.
     pub(super) fn let_go(&mut self) {
         let waited = self.admission.let_go();
         let Some(words) = have_waited(&waited) else { return };
         self.reporter.warning(words);
     }
 
-    /// Reports changes by other programs. `other` is the process that has listened in the pipe directory.
+    /// Reports changes of links by other programs. `other` is the PID of a process other than the control daemon that
+    /// has listened in the pipe directory.
     pub(super) fn report_links(&mut self, pipe_directory: &Path, other: Option<u32>) {
         let LinkNews { renewed, moved, stuck } = self.admission.take_news();
         if let Some(again) = led_again(&renewed, pipe_directory, other) {

@@ -1,12 +1,12 @@
 //! Carries out the core's decisions about one control daemon: starts the process that serves a plan, and ends it.
 //!
 //! `starting` -> `ready` <-> `faulted`; `backoff` after a death or a failed start, `waiting` until something else has happened,
-//! `stopping` at the end. Everything is confirmed before it is reported, and no client is ended unless an administrator has asked
-//! for that: a control daemon with clients serves them until they end.
+//! `stopping` at the end. The supervisor confirms each effect before it reports the effect, and ends no client unless an
+//! administrator has asked for the end: a control daemon with clients serves the clients until they end.
 //!
-//! The core (`crates/core`) decides what is done next, and `run` carries that out. [`start`](self) starts a control daemon or
-//! takes one over. The decisions about serving are in the core too (`crates/core/src/serve`); `shell` carries out their questions
-//! and acts.
+//! The core (`crates/core`) decides about the next act, and `run` carries the act out. [`start`](self) starts a control daemon or
+//! takes one over. The decisions about serving are in the core too (`crates/core/src/serve`); `shell` carries out the questions
+//! and acts of these decisions.
 
 pub(crate) mod admission;
 pub(crate) mod bypass;
@@ -64,17 +64,18 @@ pub(crate) const PROGRAM: &str = "nvidia-cuda-mps-control";
 /// client; tenants can cause any number of lines.
 const LINES: Rate = Rate { most: 500, more: 500, period: Duration::from_secs(10) };
 
-/// The time between two looks for programs without MPS on a GPU whose compute mode does not refuse them.
+/// The time between two searches for programs without MPS on a GPU whose compute mode does not refuse them.
 const GUARD_PERIOD: Duration = Duration::from_secs(2);
 
-/// The payload of an order: everything that a supervisor needs. The core knows only the order's id and GPUs.
+/// The payload of an order to a supervisor: the plan of the control daemon, and the settings for its supervision. The
+/// core knows only the id and the GPUs of an order, and not its payload.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct Instructions {
     pub plan: ControlDaemonPlan,
     pub supervision: Supervision,
 }
 
-/// A request to a supervisor. Requests come in addition to the acts of the core.
+/// A request to a supervisor. A supervisor gets requests in addition to the acts that the core orders.
 #[derive(Debug)]
 struct SupervisorCommand {
     request: Requested,
@@ -82,10 +83,11 @@ struct SupervisorCommand {
     reply: Option<oneshot::Sender<Result<(), Problem>>>,
 }
 
-/// A signal on the bus.
+/// A signal of the service on D-Bus.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) enum BusSignal {
-    /// A server met a fatal GPU error, and these clients were hit. The client that caused the error may be none of them.
+    /// A server met a fatal GPU error, and the clients in `pids` were hit. The client that caused the error may be none
+    /// of the clients that were hit.
     ClientFault { gpu_uuid: String, pids: Vec<u32>, reason: String },
     /// A slice has exceeded its budget, or exceeds other limits than before: the name of the slice, the exceeded
     /// limits, each as one word, and the clients of the slice.
@@ -103,17 +105,17 @@ pub(crate) struct Tools {
     pub state_file: SharedStateFile,
     /// Notified whenever the status of a supervisor changes.
     pub changed: Arc<Notify>,
-    /// The queue of signals for the bus.
+    /// The queue of signals for D-Bus.
     pub signals: mpsc::Sender<BusSignal>,
     /// The processes without MPS that were reported already.
     pub told_bypasses: ToldBypasses,
-    /// Wake the tasks that watch over the clients of each GPU.
+    /// The notifications that wake the tasks that watch over the clients of each GPU.
     pub wake_ups: GpuWakeUps,
     /// The register of clients.
     pub clients: Clients,
     /// Reports changes of the control daemons' logs.
     pub changes: FileChanges,
-    /// The moment at which the time of the core begins.
+    /// The moment from which the core's times are counted.
     pub begun: Instant,
 }
 
@@ -138,7 +140,8 @@ impl From<ControlError> for Failure {
 struct Failing {
     state: ControlDaemonState,
     reason: String,
-    /// The wait that the reason is about. None if an administrator has to do something.
+    /// The wait that is the reason why the control daemon does not serve. None if the control daemon can't serve until
+    /// an administrator has done something.
     waits: Option<PlannedWait>,
     /// The reason that the status showed before.
     before: String,
@@ -155,7 +158,7 @@ struct Assignment {
     interrupt: oneshot::Receiver<()>,
 }
 
-/// Carries acts out, one after the other, and reports the outcome of each to the core.
+/// Carries out the acts that the core orders, one after the other, and reports the outcome of each act to the core.
 async fn run(
     mut assignments: mpsc::UnboundedReceiver<Assignment>,
     mut commands: mpsc::Receiver<SupervisorCommand>,
@@ -163,8 +166,8 @@ async fn run(
     events: mpsc::UnboundedSender<CoreEvent<Instructions>>,
 ) {
     while let Some(Assignment { order, goal, held, act, interrupt }) = assignments.recv().await {
-        // `Rest` only publishes the result of the last act, and belongs to the order of that act. So a new order is not taken
-        // yet.
+        // `Rest` only publishes the result of the last act, and belongs to the order of that act. So the worker takes no
+        // new order for `Rest`.
         if !matches!(act, DaemonAct::Rest(_)) {
             machine.worker.take_order(order, goal, held);
         }
@@ -174,7 +177,7 @@ async fn run(
             outcome = machine.carry_out(act, &mut commands) => outcome,
         };
         if let DaemonAct::Rest(_) = act {
-            // Other tasks publish the state now, before the next act, which may begin at once.
+            // Other tasks get the chance to publish the state before the next act, which may begin at once.
             yield_now().await;
         } else {
             // Sending fails only when the receiver is dropped, at the end of the service.
@@ -183,8 +186,8 @@ async fn run(
     }
 }
 
-/// The supervisor of one control daemon: its order, and what it knows beyond one run.
-// A bool for each fact, and no enum: none of the facts excludes another.
+/// The supervisor of one control daemon: its order, and the facts that it keeps beyond one run of the control daemon.
+// Each fact has a bool of its own, since no fact excludes another fact.
 #[allow(clippy::struct_excessive_bools)]
 #[derive(Debug)]
 struct Worker {
@@ -206,14 +209,14 @@ struct Worker {
     rate_limit: RateLimit,
     /// The directories with links to the control daemon.
     admission: SharedAdmission,
-    /// The links that could not be removed, as they were last reported.
+    /// The links that the last report named as links that could not be removed.
     links_stuck: BTreeSet<String>,
     /// The private directory that was reported because it is on another mount than the pipe directory. None: nothing
     /// was reported.
     not_beside: Option<PathBuf>,
 }
 
-/// A worker, and its running control daemon, if there is one.
+/// A worker, and the control daemon that it supervises, if the control daemon runs.
 #[derive(Debug)]
 struct Machine {
     worker: Worker,
@@ -250,7 +253,7 @@ impl Machine {
         done.unwrap_or_else(|failure| ActOutcome::Failed(self.failed(failure)))
     }
 
-    /// The event by which the core gets the outcome of an act.
+    /// The event that gives the core the outcome of an act.
     fn done(&self, outcome: ActOutcome) -> CoreEvent<Instructions> {
         let id = &self.worker.order.plan.id;
         let state_file = self.worker.tools.state_file.lock();
@@ -258,7 +261,8 @@ impl Machine {
         CoreEvent::Done { id: id.clone(), written, watched: self.run.is_some(), outcome }
     }
 
-    /// Gives the running control daemon its order, and watches it until it ends or needs its order again.
+    /// Applies the order to the running control daemon, and watches the control daemon until it ends or the order has
+    /// to be applied again.
     async fn serve(
         &mut self,
         commands: &mut mpsc::Receiver<SupervisorCommand>,
@@ -275,7 +279,8 @@ impl Machine {
         }
     }
 
-    /// Shows the directories of the running control daemon, which may differ from those of the order.
+    /// Shows the directories of the running control daemon, which may differ from the directories of the order, in the
+    /// status.
     fn show_places(&self) {
         let Some((DaemonRun { running, .. }, _)) = &self.run else { return };
         let cpus = Cpus::allowed_for(running.process.pid).map(Cpus::describe);
@@ -287,7 +292,8 @@ impl Machine {
         });
     }
 
-    /// The parts for serving the control daemon that runs.
+    /// The core's [`Serving`] for the control daemon that runs, with the shell that carries out its acts. None if no
+    /// control daemon runs.
     fn serving<'m>(
         &'m mut self,
         requests: Option<&'m mut mpsc::Receiver<SupervisorCommand>>,
@@ -296,7 +302,7 @@ impl Machine {
         Some(self.worker.serving(run, known, &mut self.reach, requests))
     }
 
-    /// Takes note that this control daemon runs, and returns the parts for serving it.
+    /// Takes note that the control daemon of `run` runs, and returns the core's [`Serving`] for it.
     fn hold(&mut self, run: DaemonRun) -> Serving<'_, RunShell<'_>> {
         let known = self.worker.knows_of(&run, false);
         let (run, known) = self.run.insert((run, known));

@@ -17,28 +17,29 @@ use mps_core::GpuUuid;
 use mps_core::kernel_limits::{LimitGoal, LimitOutcome, LimitedGroup};
 use mps_core::serve::ClientsOnGpus;
 
-/// The most questions about one GPU at a time. A health check and a list of clients may coincide.
+/// The most questions to NVML about one GPU at the same time. A health check and a list of clients may coincide.
 const QUESTIONS: usize = 4;
 
-/// The longest time for an answer of NVML. Measured: 0.1 ms. For a GPU that has fallen off the bus the answer may never come.
+/// The longest time that the service waits for an answer of NVML. Measured: 0.1 ms. For a GPU that has fallen off the bus the
+/// answer may never come.
 const NVML_TIMEOUT: Duration = Duration::from_secs(10);
 
-/// Asks NVML, and changes compute modes. The former mode is recorded before each change.
+/// Asks NVML, and changes compute modes. The former compute mode of a GPU is recorded before each change.
 #[derive(Debug, Clone)]
 pub(crate) struct NvmlWorker {
     /// The driver in force. None while the host has no driver: it may be installed late, or be removed.
     driver: watch::Receiver<Option<Arc<Driver>>>,
     state_file: SharedStateFile,
-    /// The questions that wait for NVML, by the UUID of the GPU: a GPU that does not answer must not prevent
-    /// questions about others.
+    /// The questions that wait for NVML, by the UUID of the GPU: a GPU that does not answer must not prevent questions
+    /// about other GPUs.
     questions: Arc<Mutex<BTreeMap<String, Blocking>>>,
-    /// The running changes of modes, by UUID, at most one for each GPU: a change may still happen after its caller has stopped
-    /// waiting.
+    /// The running changes of compute modes, by the UUID of the GPU, at most one for each GPU: a change may still happen after
+    /// its caller has stopped waiting.
     changes: Arc<Mutex<BTreeMap<String, Blocking>>>,
 }
 
-/// The present compute mode of a GPU, and the processes on it. The outer error: NVML does not say the mode. The inner
-/// error: NVML does not list the processes.
+/// The present compute mode of a GPU, and the processes on it. The outer error is the reason why NVML does not give the
+/// compute mode. The inner error is the reason why NVML does not list the processes.
 pub(crate) type GpuLook = Result<(ComputeMode, Result<Vec<GpuProcess>, Problem>), Problem>;
 
 fn read_gpu(driver: &Driver, uuid: &str) -> GpuLook {
@@ -46,7 +47,7 @@ fn read_gpu(driver: &Driver, uuid: &str) -> GpuLook {
 }
 
 impl NvmlWorker {
-    /// Uses this driver, and records former modes in this state file.
+    /// Makes a worker that uses the driver in `driver`, and records the former compute modes of GPUs in `state_file`.
     pub(crate) fn new(driver: watch::Receiver<Option<Arc<Driver>>>, state_file: SharedStateFile) -> Self {
         Self { driver, state_file, questions: Arc::default(), changes: Arc::default() }
     }
@@ -127,8 +128,8 @@ impl NvmlWorker {
         self.change(&place.gpu, asked).await.unwrap_or_else(|problem| LimitOutcome::Refused(problem.into()))
     }
 
-    /// Reads each of these GPUs: on one thread if `together` is set and no GPU hangs, otherwise on a thread for each
-    /// GPU.
+    /// Reads the compute mode and the processes of each of these GPUs: on one thread if `together` is set and no GPU
+    /// hangs, otherwise on a thread for each GPU.
     pub(crate) async fn read_gpus(&self, gpus: Vec<String>, together: bool) -> BTreeMap<String, GpuLook> {
         if together {
             let asked = gpus.clone();
@@ -142,12 +143,14 @@ impl NvmlWorker {
         self.ask_each(&gpus, read_gpu).await
     }
 
-    /// The processes on a GPU, including MPS servers and their clients. The error is NVML's reason.
+    /// The processes on a GPU, including MPS servers and their clients. The error is NVML's reason for not listing the
+    /// processes.
     pub(crate) async fn processes(&self, uuid: &str) -> Result<Vec<GpuProcess>, Problem> {
         self.ask(uuid, Driver::processes).await
     }
 
-    /// The processes on each of these GPUs, including MPS servers and their clients. The errors are NVML's reasons.
+    /// The processes on each of these GPUs, including MPS servers and their clients. Each error is NVML's reason for
+    /// not listing the processes of a GPU.
     pub(crate) async fn all_processes(
         &self,
         gpus: &[String],
@@ -162,7 +165,8 @@ impl NvmlWorker {
         there.map(|(gpu, clients)| (gpu, clients.map_err(String::from))).collect()
     }
 
-    /// Asks about each of these GPUs at the same time, so that several hung GPUs take no longer than one.
+    /// Asks NVML about all these GPUs at the same time, so that the answers for several hung GPUs take no longer than
+    /// for one hung GPU.
     async fn ask_each<T: Send + 'static>(
         &self,
         gpus: &[String],

@@ -15,7 +15,8 @@ use rustix::fs::{FlockOperation, OFlags, fcntl_lock};
 use rustix::io::Errno;
 use rustix::process::{Flock, FlockType, fcntl_getlk};
 
-/// The file that is locked. The file is empty: the kernel reports which process has the lock.
+/// The name of the lock file in the runtime directory. The lock file is empty, since the kernel reports which process
+/// has the lock.
 const FILE: &str = "lock";
 
 /// The time for which a starting service waits for the former service to end, and the pause between two checks. A process
@@ -23,12 +24,13 @@ const FILE: &str = "lock";
 const PATIENCE: Duration = Duration::from_secs(3);
 const PAUSE: Duration = Duration::from_millis(50);
 
-/// The runtime directory, which belongs to this process as long as this value exists. The kernel releases the lock
-/// when the process ends, in any way, and child processes do not inherit it.
+/// The runtime directory, which belongs to this process as long as this value exists. The kernel releases the lock of
+/// the directory when the process ends, in any way, and child processes do not inherit the lock.
 #[derive(Debug)]
 pub(crate) struct RuntimeDirectory {
     path: PathBuf,
-    /// The locked file. Closing any descriptor of the file would release the lock, so the file is opened in one place only.
+    /// The lock file. Closing any descriptor of the lock file would release the lock, so the lock file is opened in one
+    /// place only.
     lock: File,
 }
 
@@ -41,17 +43,18 @@ pub(crate) enum Unavailable {
     )]
     InUse {
         directory: PathBuf,
-        /// The process that has the lock. None if the process has just ended, or is in another PID namespace.
+        /// The PID of the process that has the lock. None if that process has just ended, or is in another PID
+        /// namespace.
         pid: Option<i32>,
     },
-    /// The directory can't be made, or the file in it can't be locked.
+    /// The runtime directory can't be made, or its lock file can't be locked.
     #[error("{}: {error}", .file.display())]
     Failed { file: PathBuf, error: io::Error },
 }
 
 impl RuntimeDirectory {
-    /// Takes the directory as [`RuntimeDirectory::take`] does, and waits for a former service that was just killed:
-    /// the kernel releases the lock when that process has ended.
+    /// Takes the runtime directory as [`RuntimeDirectory::take`] does, and waits for a former service that was just
+    /// killed: the kernel releases the lock when that process has ended.
     pub(crate) async fn take_soon(path: &Path) -> Result<Self, Unavailable> {
         let deadline = Instant::now() + PATIENCE;
         loop {
@@ -62,7 +65,7 @@ impl RuntimeDirectory {
         }
     }
 
-    /// Takes the directory, and makes it if it is missing.
+    /// Takes the lock of the runtime directory, and makes the directory if it is missing.
     pub(crate) fn take(path: &Path) -> Result<Self, Unavailable> {
         let failed = |file: &Path| {
             let file = file.to_owned();
@@ -70,7 +73,7 @@ impl RuntimeDirectory {
         };
         fs::create_dir_all(path).map_err(failed(path))?;
         let file = path.join(FILE);
-        // Only root may open the file, since any process that can open it can also lock it.
+        // Only root may open the lock file, since any process that can open the file can also lock it.
         let lock = File::options()
             .read(true)
             .write(true)
@@ -89,7 +92,7 @@ impl RuntimeDirectory {
         }
     }
 
-    /// Takes the directory again if another program has removed it meanwhile.
+    /// Takes the runtime directory again if another program has removed the directory or its lock file.
     pub(crate) fn keep(&mut self) -> Result<(), Unavailable> {
         let there = fs::symlink_metadata(self.path.join(FILE)).ok();
         let ours = self.lock.metadata().ok();

@@ -1,4 +1,5 @@
-//! Carries out the questions and acts of serving: with the control daemon's front end and process, NVML, files and the journal.
+//! Carries out the questions and acts by which the core serves a control daemon: with the control daemon's front end and
+//! process, NVML, files and the journal.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
@@ -35,15 +36,17 @@ const ROOT: u32 = 0;
 pub(super) struct RunShell<'m> {
     pub(super) worker: &'m mut Worker,
     pub(super) run: &'m mut DaemonRun,
-    /// The queue of requests. None if this act takes no requests.
+    /// The queue of requests, or None if the present act takes no requests.
     pub(super) requests: Option<&'m mut mpsc::Receiver<SupervisorCommand>>,
-    /// The channel for the answer to the last request that was taken. None if that request has no answer.
+    /// The channel for the answer to the last request that was taken. None if the last request that was taken has no
+    /// answer.
     pub(super) reply: Option<oneshot::Sender<Result<(), Problem>>>,
 }
 
 impl GpuShell for RunShell<'_> {
     async fn read_gpus(&mut self, gpus: &[GpuUuid], together: bool) -> Option<SeenGpus> {
-        // A GPU may answer late or never. The end of the control daemon must be noticed meanwhile.
+        // A GPU may answer late or never. While the service waits for a GPU's answer, it must notice the end of the
+        // control daemon.
         let status = tokio::select! {
             seen = self.worker.read_gpus(gpus, together) => return seen,
             status = self.run.process.exited() => status,
@@ -308,8 +311,8 @@ impl Shell for RunShell<'_> {
         let led = admission.lead(&self.run.running, &self.worker.order.plan);
         self.run.running.slice_directories = admission.slice_directories();
         self.worker.report_links(&self.run.running.pipe_directory, None);
-        // A missing link is a failure and no blocker: a failure is followed by a pause, but for a blocker an idle control
-        // daemon would be ended and started again without a pause.
+        // A missing link counts as a failure and not as a blocker of the order: the service pauses after a failure, but
+        // after a blocker it would end an idle control daemon and start it again without a pause.
         led.map_err(Failure::Waiting)
     }
 
@@ -467,7 +470,7 @@ impl Shell for RunShell<'_> {
 
     fn answer(&mut self, answer: Result<(), String>) {
         if let Some(reply) = self.reply.take() {
-            // Sending fails only if the caller no longer waits.
+            // Sending fails only if the caller no longer waits for the answer.
             let _ = reply.send(answer.map_err(Problem::from));
         }
     }

@@ -46,15 +46,15 @@ impl Machine {
         let control = Arc::new(self.worker.tools.front_ends.control_in(running.control_directory()));
         let pid = running.process.pid;
         let log_path = running.log_directory.join("control.log");
-        // The log is opened through the control daemon's standard output, since the file in the directory may have been
-        // removed. The log is read from the beginning, since the lines about running servers may be old.
+        // The log is opened through the control daemon's standard output, since the file in the log directory may have
+        // been removed. The log is read from the beginning, since the lines about running servers may be old.
         let log = process.output_file().and_then(|file| {
             let length = file.metadata()?.len();
             Ok((Follower::new(file, &log_path, 0, &self.worker.tools.changes), length))
         });
         let (log, length) = log.map_err(|error| Failure::Failed(format!("log of PID {pid}: {error}")))?;
-        // If the log was truncated while no service ran, it is shorter than the saved offset. The lines of such a log are
-        // new, and must be passed on.
+        // If the log was truncated while no service ran, it is shorter than the saved offset. The lines of a log that was
+        // truncated are new, and must be passed on to the journal.
         let quiet_until = running.log_offset.min(length);
         self.worker.has_run = true;
         self.worker.reporter.update(|status| status.view.pid = Some(pid));
@@ -85,7 +85,7 @@ impl Machine {
     }
 }
 
-/// Carries out the questions and acts of a start.
+/// Carries out the core's questions and acts of the start of a control daemon.
 #[derive(Debug)]
 struct StartShell<'m> {
     worker: &'m mut Worker,
@@ -118,7 +118,7 @@ impl Starter for StartShell<'_> {
         let clients = match control.client_pids(&[]).await {
             Err(ControlError::NoDaemon { .. }) => return Ok(None),
             Err(error @ ControlError::NotRun { .. }) => return Err(error.into()),
-            // No process listens in the directory, so the error is one of the front end itself.
+            // No process listens in the pipe directory, so the front end itself has failed.
             Err(error) if control.daemon_pid().is_none() => return Err(error.into()),
             Err(error) => Err(error.to_string()),
             Ok(clients) => Ok(clients.values().flatten().count()),
@@ -141,8 +141,8 @@ impl Starter for StartShell<'_> {
         let bad_directory = |error: BadDirectory| Failure::Waiting(error.to_string());
         let mut moved = Vec::new();
         let pipe = match (plan.tenure(), plan.pipe_directory.parent()) {
-            // The parent directory may be immutable, since a control daemon of other GPUs protects it. `open_in` removes the
-            // flag for the change.
+            // The parent directory may be immutable, since the service protects it for a control daemon of other GPUs.
+            // `open_in` removes the immutable flag while it changes the parent directory.
             (Tenure::InTurns, Some(above)) => directories::open(above)
                 .and_then(|above| directories::open_in(&above, &plan.pipe_directory, &mut moved)),
             _ => directories::open(&plan.pipe_directory),
@@ -191,8 +191,7 @@ impl Starter for StartShell<'_> {
 }
 
 impl Worker {
-    /// Returns the front end for the control daemon that listens in one of the order's directories, and that
-    /// directory.
+    /// Returns the front end for the control daemon that listens in one of the order's directories, and the directory.
     fn control_in(&self, place: StartPlace) -> (Control, &Path) {
         let plan = &self.order.plan;
         let directory = match place {
@@ -213,13 +212,13 @@ impl Worker {
         })
     }
 
-    /// Makes sure that the order's control daemon can make its FIFO. Returns a message about a directory that was renamed for
-    /// that.
+    /// Makes sure that the order's control daemon can make its FIFO. Returns a message if a directory was renamed to make
+    /// room for the FIFO.
     fn free_place_of_fifo(&self) -> Result<Option<String>, BadDirectory> {
         let plan = &self.order.plan;
         let place = plan.control_directory().join(driver::LOG_FIFO);
-        // A log directory inside the place of the FIFO is possible only if the plan had a private directory and the host
-        // can't have one.
+        // The log directory can be at the path of the FIFO, or below it, only if the plan had a private directory for
+        // the control daemon and the host can't have a private directory.
         if plan.log_directory.starts_with(&place) {
             let problem = Problem::new(
                 "is the path at which the control daemon makes a FIFO, so the control daemon would write no \

@@ -30,8 +30,8 @@ impl SharedStateFile {
     }
 
     pub(crate) fn lock(&self) -> MutexGuard<'_, StateFile> {
-        // A panic in another thread leaves the state file complete, since every method leaves it complete. So a poisoned lock
-        // can be used.
+        // A panic in another thread leaves the state file complete, since every method leaves it complete. So the lock of the
+        // state file can be used even if it is poisoned.
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
@@ -42,7 +42,7 @@ pub(crate) struct StateFile {
     directory: RuntimeDirectory,
     contents: Contents,
     written: WrittenBindings,
-    /// The stamp of the file when the service last read or wrote it. None if the file did not exist.
+    /// The stamp of the file when the service last read or wrote it. None if the state file did not exist.
     whole: Option<Stamp>,
 }
 
@@ -62,8 +62,8 @@ impl Stamp {
 }
 
 impl StateFile {
-    /// Opens the state file in `directory`. A damaged file is ignored with a warning, and the next change overwrites it: only its
-    /// content is lost.
+    /// Opens the state file in `directory`. A damaged file is ignored with a warning, and the next change overwrites it, so only
+    /// the recorded facts are lost.
     pub(crate) fn open(directory: RuntimeDirectory) -> Self {
         let file = directory.path().join(FILE);
         let whole = Stamp::of(&file);
@@ -79,8 +79,8 @@ impl StateFile {
         Self { directory, contents: contents.unwrap_or_default(), written, whole }
     }
 
-    /// Records the present compute mode of a GPU and the new mode, before the mode is changed. The first record of
-    /// the present mode stays until the GPU is forgotten.
+    /// Records the present compute mode of a GPU and the new mode, before the mode is changed. If a former mode of the
+    /// GPU is already recorded, that record stays until the GPU is forgotten.
     pub(crate) fn remember_compute_mode(
         &mut self,
         uuid: &str,
@@ -102,7 +102,8 @@ impl StateFile {
     /// The compute mode that the service has last set on a GPU.
     pub(crate) fn compute_mode_set(&self, uuid: &str) -> ComputeMode {
         let word = self.contents.compute_modes_set.get(uuid);
-        // A state file of an earlier version has no such word. That version set only `EXCLUSIVE_PROCESS`.
+        // A state file of an earlier version of the service does not name the compute mode that the service has set.
+        // The earlier version of the service set only `EXCLUSIVE_PROCESS`.
         word.and_then(|word| word.parse().ok()).unwrap_or(ComputeMode::ExclusiveProcess)
     }
 
@@ -195,7 +196,7 @@ impl StateFile {
         &self.contents.bindings
     }
 
-    /// Writes the file again if it was changed or removed, and returns true then.
+    /// Writes the state file again if another program has changed or removed it, and returns true in this case.
     pub(crate) fn repair(&mut self) -> io::Result<bool> {
         let found = Stamp::of(&self.directory.path().join(FILE));
         if found == self.whole || (found.is_none() && self.contents == Contents::default()) {
@@ -206,7 +207,7 @@ impl StateFile {
         Ok(true)
     }
 
-    /// Makes a change in memory and in the file, or in neither.
+    /// Makes a change in memory and in the state file, or in neither of them.
     fn change(&mut self, change: impl FnOnce(&mut Contents)) -> io::Result<()> {
         let before = self.contents.clone();
         change(&mut self.contents);
@@ -228,7 +229,8 @@ impl StateFile {
             );
             return Err(io::Error::new(io::ErrorKind::FileTooLarge, too_large));
         }
-        // A rename replaces anything at this path but a directory, so a directory is moved aside.
+        // A rename replaces anything but a directory at the path of the state file, so a directory at this path is
+        // moved aside.
         if fs::symlink_metadata(&file).is_ok_and(|there| there.is_dir()) {
             let aside = format!("{FILE}.{}", jiff::Timestamp::now().as_nanosecond());
             fs::rename(&file, self.directory.path().join(&aside))?;

@@ -21,7 +21,7 @@ use common::published::events::{Event, Events};
 /// fabric manager of a host with `NVSwitch` needs a minute or two after a boot.
 const PATIENCE: Duration = Duration::from_secs(180);
 
-/// A wait that ends without an administrator.
+/// A wait of a control daemon that ends without an action of an administrator.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum PlannedWait {
     /// A control daemon that the service has not started is in its place, and serves its clients until they end.
@@ -31,7 +31,7 @@ pub(crate) enum PlannedWait {
 }
 
 impl PlannedWait {
-    /// Keeps the beginning of the wait `before` if it is a wait for the same thing.
+    /// Keeps the beginning of the wait `before` if both waits are for the same thing.
     fn since(self, before: Option<Self>) -> Self {
         match (self, before) {
             (Self::NotReady(_), Some(before @ Self::NotReady(_))) => before,
@@ -46,7 +46,7 @@ impl PlannedWait {
 }
 
 /// The status of a control daemon and its GPUs.
-// A bool for each fact, and no enum: none of the facts excludes another.
+// Each fact has a bool of its own, since no fact excludes another fact.
 #[allow(clippy::struct_excessive_bools)]
 #[derive(Debug, Clone, PartialEq)]
 pub(crate) struct Status {
@@ -62,8 +62,8 @@ pub(crate) struct Status {
     pub waiting: Vec<ProcessId>,
     /// True once the plan is in force, or the reason is known why it is not.
     pub settled: bool,
-    /// True if the next step of the supervisor waits for the end of clients, or follows after a failure. That may
-    /// take days.
+    /// True if the next step of the supervisor waits for the end of clients, or follows after a failure. The next step
+    /// may then come days later.
     pub put_off: bool,
     /// The wait because of which the control daemon does not serve. None if the control daemon serves, or an administrator
     /// has to do something.
@@ -122,8 +122,8 @@ impl Status {
         waits || self.view.state == ControlDaemonState::Faulted
     }
 
-    /// Records that the supervisor has no change for the plan under way. No GPU waits for its limits any more: they are in
-    /// force, or the GPU has a reason.
+    /// Records that the supervisor has no change for the plan under way. No GPU waits for its limits any more: the limits
+    /// are in force, or the status of the GPU has the reason why they are not.
     fn settle(&mut self) {
         self.settled = true;
         for gpu in self.gpus.values_mut() {
@@ -152,7 +152,7 @@ pub(crate) struct GpuStatus {
     pub memory_limit_mib: Option<u64>,
     /// The processes that use the GPU without a server of this control daemon.
     pub bypasses: Vec<Bypass>,
-    /// True if these processes prevent a server from opening the GPU.
+    /// True if the processes in `bypasses` prevent a server from opening the GPU.
     pub server_kept_out: bool,
     /// True while the limits of the present plan are being set.
     pub being_set: bool,
@@ -326,8 +326,9 @@ impl Reporter {
         }
     }
 
-    /// Records that the control daemon has ended, and publishes `shown` as its state. The loop is woken by the end of
-    /// the act, which follows at once: so the line in the log does not wait for the publication.
+    /// Records that the control daemon has ended, and publishes `shown` as its state. This call does not wake the main
+    /// loop, so that the line about the end in the service's log does not wait for the publication. The running act
+    /// ends right after this call, and the end of the act wakes the main loop.
     pub(super) fn has_ended(&self, shown: Option<(ControlDaemonState, &str)>) {
         self.change(|status| {
             if let Some((state, reason)) = shown {

@@ -37,8 +37,8 @@ impl Machine {
             // The run and the state change in one step, so that a control daemon that has ended is never shown as ready.
             self.worker.end_run(&mut self.run, Some((state, &reason)));
         }
-        // During a stop the failure is reported now. At other times the failure is reported together with the pause that
-        // follows it.
+        // While an administrator stops the service, a failure of the control daemon is reported at once. At other times
+        // the failure is reported together with the pause that follows the failure.
         if let Goal::Stop(permit) = self.worker.goal
             && permit.cause() == Cause::Stop
         {
@@ -77,7 +77,7 @@ impl Machine {
         }
     }
 
-    /// Publishes why the control daemon does not serve. The same reason is not reported again.
+    /// Publishes why the control daemon does not serve. A reason that was reported before is not reported again.
     pub(super) fn rest(&mut self, pause: Duration) {
         if !programs_wait(pause) {
             self.worker.let_go();
@@ -112,8 +112,8 @@ impl Machine {
 }
 
 impl Worker {
-    /// Records that no control daemon of this supervisor runs. If one ran, its last lines are reported. `shown` is
-    /// the state to publish from then on; without it the published state stays.
+    /// Records that no control daemon of this supervisor runs. If a control daemon ran, the last lines of its log are
+    /// reported. `shown` is the state to publish from then on; without it the published state stays.
     pub(super) fn end_run(
         &mut self,
         run: &mut Option<(DaemonRun, Known)>,

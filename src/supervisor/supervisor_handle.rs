@@ -14,7 +14,7 @@ use super::admission::SharedAdmission;
 use super::status::{Reporter, Status};
 use super::{Assignment, Instructions, LINES, Machine, SupervisorCommand, Tools, Worker, run};
 
-/// The handle of a supervisor. If this value is dropped, the control daemon and its clients go on.
+/// The handle of a supervisor. If a [`SupervisorHandle`] is dropped, the control daemon and its clients go on.
 #[derive(Debug)]
 pub(crate) struct SupervisorHandle {
     order: Instructions,
@@ -62,7 +62,7 @@ impl SupervisorHandle {
         Self { order, assignments, interrupt: None, status, front_ends, commands, admission }
     }
 
-    /// Has the supervisor carry out an act, after the running one.
+    /// Has the supervisor carry out an act, after the act that is running.
     pub(crate) fn carry_out(
         &mut self,
         order: Order<Instructions>,
@@ -83,7 +83,8 @@ impl SupervisorHandle {
         }
     }
 
-    /// Publishes another order, and opens and closes the links for it, even during an act.
+    /// Publishes a new order, and makes and removes the links to the control daemon as the order says, even during an
+    /// act.
     pub(crate) fn follow(&mut self, order: &Instructions, goal: Goal) {
         match goal {
             Goal::Serve | Goal::Retire => self.admission.pursue(&order.plan, goal == Goal::Retire),
@@ -109,7 +110,8 @@ impl SupervisorHandle {
     }
 
     /// Returns the front end for the control daemon that listens in the pipe directory. If no control daemon of the
-    /// service runs, it may be a foreign one: clients in its containers are clients of that control daemon.
+    /// service runs, a foreign control daemon may listen in the pipe directory: programs that connect through this
+    /// directory are clients of the foreign control daemon.
     pub(crate) fn control_in_place(&self) -> Option<Arc<Control>> {
         let status = self.status.borrow();
         let directories = [&status.view.control_directory, &status.view.pipe_directory];
@@ -117,19 +119,20 @@ impl SupervisorHandle {
         there.find(|control| control.daemon_pid().is_some()).map(Arc::new)
     }
 
-    /// Asks the supervisor for the change that waits for the end of clients: at once if `force` is set or there are
-    /// no clients. The error names the clients.
+    /// Asks the supervisor to make the change that waits for the end of clients, at once if `force` is set or there are
+    /// no clients. The error names the clients that prevent the change.
     pub(crate) fn apply(&self, force: bool) -> oneshot::Receiver<Result<(), Problem>> {
         self.ask(Requested::Apply { force })
     }
 
-    /// Asks the supervisor to end the server and to start a new one. The error names the clients that prevent that.
+    /// Asks the supervisor to end the server and to start a new one. The error names the clients that prevent the
+    /// restart.
     pub(crate) fn restart_server(&self) -> oneshot::Receiver<Result<(), Problem>> {
         self.ask(Requested::RestartServer)
     }
 
-    /// Makes and removes the links to the control daemon, with the drained slices in the state file, even during an
-    /// act. Returns the links that can't be removed, in words.
+    /// Makes and removes the links to the control daemon, so that a slice that is drained in the state file has no
+    /// link, even during an act. Returns the links that can't be removed, in words.
     pub(crate) fn link(&self) -> BTreeSet<String> {
         if let Err(bad) = self.admission.apply() {
             tracing::debug!("{bad}");

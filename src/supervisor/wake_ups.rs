@@ -1,4 +1,4 @@
-//! Wakes the watches over the clients of GPUs, which otherwise sleep.
+//! Wakes the tasks that watch over the clients of GPUs. Each task sleeps until it is woken.
 
 use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex, PoisonError};
@@ -27,7 +27,8 @@ impl GpuWakeUps {
         Arc::clone(wake_ups.entry(uuid.to_owned()).or_default())
     }
 
-    /// Wakes the tasks that watch over these GPUs, for one reason. Not every GPU has such a task.
+    /// Wakes the tasks that watch over these GPUs, for one reason. A GPU may have no task that watches over its
+    /// clients.
     pub(super) fn wake(&self, uuids: &[String], which: fn(&WakeUps) -> &Notify) {
         let wake_ups = self.0.lock().unwrap_or_else(PoisonError::into_inner);
         for wake_ups in uuids.iter().filter_map(|uuid| wake_ups.get(uuid)) {

@@ -1,6 +1,7 @@
-//! Watches over the budgets of the slices of each GPU. A look asks NVML for the clients and their memory, and the kernel for
-//! their slices; it starts no front end. The task looks when a client has come, with each health check of the control daemon,
-//! and every second while some slice has two or more clients: the driver itself limits a single client.
+//! Watches over the budgets of the slices of each GPU. A look at a GPU asks NVML for the clients and their memory, and the
+//! kernel for the clients' slices; the look starts no front end. The task looks when a client has come, with each health
+//! check of the control daemon, and every second while some slice has two or more clients: the driver itself limits a single
+//! client.
 
 use common::published::usage::{GpuUse, SliceUse};
 use std::collections::BTreeMap;
@@ -78,21 +79,21 @@ impl GpuBudget {
 pub(crate) enum LoopEvent {
     /// The name of a slice that exceeds its budget, the signal about it, and the message.
     OverUse(String, BusSignal, String),
-    /// The name of a slice that exceeded its budget, and a message about the clients that have lost their work for it, or could
-    /// not be ended.
+    /// The name of a slice that exceeded its budget, and a message about the clients that have lost their work for the overuse,
+    /// or could not be ended.
     CutBack(String, String),
     Event(String),
     /// A critical error that NVML reports, with the GPU's UUID.
     CriticalError(String, CriticalError),
-    /// A container that should be bound: by the host agent's records alone it has this slice, or some slice of this
-    /// GPU.
+    /// A container that should be bound to a slice, since so far only the host agent's records say that the container
+    /// has this slice, or some slice of this GPU.
     Recorded(RecordedContainer, DeviceName),
 }
 
 /// Finds the control daemons through which the work of clients can be ended.
 type FindsDaemons = Arc<dyn Fn() -> Vec<ClientsDaemon> + Send + Sync>;
 
-/// The watches over all GPUs.
+/// The watches over the budgets of all GPUs.
 pub(crate) struct Budgets {
     nvml: NvmlWorker,
     wake_ups: GpuWakeUps,
@@ -105,7 +106,7 @@ pub(crate) struct Budgets {
     watched: BTreeMap<String, WatchHandle>,
 }
 
-/// The handle of the task that watches over one GPU. The task ends when this value is dropped.
+/// The handle of the task that watches over one GPU. The task ends when its handle is dropped.
 #[derive(Debug)]
 struct WatchHandle {
     budget: watch::Sender<GpuBudget>,
@@ -208,7 +209,7 @@ struct GpuWatch {
     looked: watch::Sender<(Option<Instant>, GpuUse)>,
     /// The slices that exceed their budgets and of which clients may be ended, by the last look.
     over: watch::Sender<Vec<OverBudget<Tenant>>>,
-    /// The moment at which each client's container was last reported as to be bound.
+    /// The moment at which each client's container was last reported as a container that should be bound.
     passed_on: BTreeMap<ProcessId, Instant>,
     looked_at: Instant,
     /// The moment at which the last look began that could list the processes on the GPU.
@@ -350,8 +351,8 @@ impl GpuWatch {
         let over = self.over.subscribe();
         let mut enforcer = std::mem::take(&mut self.enforcer);
         let (daemons, begun) = (Arc::clone(&self.daemons), self.begun);
-        // A separate task ends the clients, since the control daemon waits for each of them. The looks at the GPU go on
-        // meanwhile.
+        // A separate task ends the clients, since the control daemon waits for the end of each client. While the
+        // separate task ends clients, the looks at the GPU go on.
         tokio::spawn(async move {
             let mut shell = EndingShell::new(daemons(), begun, ());
             let Enforced { victims, broken_off } =

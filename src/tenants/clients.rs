@@ -22,9 +22,9 @@ const OPENS_AFTER: Duration = Duration::from_millis(200);
 type ProcessesByGpu = BTreeMap<String, Vec<GpuProcess>>;
 
 /// Lists the clients of the control daemons with these statuses, and the processes that use the GPUs of these control
-/// daemons without MPS. No control daemon is asked: the register has its clients. A client that the driver knows
-/// before its line in the log is read is a client too. If a look at a process hangs, the process keeps the slice that
-/// it had before.
+/// daemons without MPS. The service asks no control daemon, since the register has the clients of all control daemons.
+/// A client that the driver knows before its line in the log is read is a client too. If a look at a process hangs, the
+/// process keeps the slice that it had before.
 pub(crate) async fn list(statuses: &[Status], tools: &Tools) -> Vec<ClientView> {
     let (mut processes, mut bypasses) = find_processes(statuses, tools).await;
     let is_told = |bypass: &Bypass| told(statuses).any(|known| known.is(bypass));
@@ -41,7 +41,7 @@ pub(crate) async fn list(statuses: &[Status], tools: &Tools) -> Vec<ClientView> 
         clients = clients_on(&processes, &bypasses, tools);
     }
     let waiting = statuses.iter().flat_map(|status| &status.waiting).copied();
-    // A process that waited may be a client of a server by now, or may have ended.
+    // A process that has waited for a server may be a client of a server by now, or may have ended.
     let waits = |process: &ProcessId| {
         !clients.iter().any(|(client, _)| client.pid == process.pid) && identity::runs(*process)
     };
@@ -128,7 +128,8 @@ async fn find_processes(statuses: &[Status], tools: &Tools) -> (ProcessesByGpu, 
     (processes, bypasses)
 }
 
-/// The clients of the register, each once for each of its GPUs; with an empty UUID if its GPU is not known yet.
+/// The clients of the register, each once for each of its GPUs; with an empty UUID if the client's GPU is not known
+/// yet.
 fn clients_on(
     processes: &ProcessesByGpu,
     bypasses: &[Bypass],

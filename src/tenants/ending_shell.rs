@@ -1,4 +1,4 @@
-//! Carries out the end of clients' work: with front ends and the kernel.
+//! Ends the GPU work of clients, as the core orders, with front ends and with the kernel's facts about processes.
 
 use std::collections::BTreeSet;
 use std::sync::Arc;
@@ -17,12 +17,12 @@ use common::host::identity;
 use common::host::proc;
 use common::state_file::Running;
 
-/// The time for which the end of GPU work waits for the list of clients of one control daemon. Each question to the control
-/// daemon has a shorter deadline.
+/// The time for which a request to end GPU work waits for the list of clients of one control daemon. Each question to the
+/// control daemon has a shorter deadline.
 const PATIENCE: Duration = Duration::from_secs(60);
 
-/// The time for which the end of GPU work waits for a control daemon whose answer is not required. An answer takes
-/// milliseconds.
+/// The time for which a request to end GPU work waits for a control daemon whose answer is not required. An answer
+/// takes milliseconds.
 const OTHERS_PATIENCE: Duration = Duration::from_secs(1);
 
 /// A control daemon that may have clients.
@@ -36,13 +36,13 @@ pub(crate) struct ClientsDaemon {
     pub ours: Option<Running>,
 }
 
-/// Ends the work of clients of control daemons. `processes` gives the facts about processes that the reason for the
-/// end needs.
+/// Ends the work of clients of control daemons. `processes` gives the facts about processes that the decision to end
+/// their work depends on.
 #[derive(Debug)]
 pub(crate) struct EndingShell<P = ()> {
     daemons: Vec<ClientsDaemon>,
-    /// Control daemons that should not serve any of the meant clients. These control daemons are asked too, but they do not
-    /// have to answer.
+    /// Control daemons that should not serve any of the clients whose work has to end. The control daemons in `others` are
+    /// asked too, but they do not have to answer.
     others: Vec<ClientsDaemon>,
     /// The longest time to wait for the list of clients of one control daemon.
     patience: Duration,
@@ -51,12 +51,12 @@ pub(crate) struct EndingShell<P = ()> {
 }
 
 impl<P> EndingShell<P> {
-    /// Makes a shell whose time begins at `begun`.
+    /// Makes a shell whose times are counted from `begun`.
     pub(crate) fn new(daemons: Vec<ClientsDaemon>, begun: Instant, processes: P) -> Self {
         Self { daemons, others: Vec::new(), patience: PATIENCE, begun, processes }
     }
 
-    /// Adds control daemons that do not have to answer.
+    /// Adds control daemons that are asked for their clients and do not have to answer.
     pub(crate) fn with_others(self, others: Vec<ClientsDaemon>) -> Self {
         Self { others, ..self }
     }

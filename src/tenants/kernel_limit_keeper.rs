@@ -1,5 +1,5 @@
-//! Has the kernel enforce the memory limits of control groups that are bound to slices. A separate task carries the acts out, one
-//! after another, so that the loop does not wait for the driver.
+//! Has the kernel enforce the memory limits of control groups that are bound to slices. A separate task sets and removes the
+//! limits, one after another, so that the loop does not wait for the driver.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -13,7 +13,8 @@ use crate::supervisor::nvml_worker::NvmlWorker;
 use mps_core::GpuUuid;
 use mps_core::kernel_limits::{KernelLimits, LimitGoal, LimitOutcome, LimitedGroup};
 
-/// The longest time that a caller of Bind waits for the kernel. NVML answers within a millisecond.
+/// The longest time that a caller of the D-Bus method Bind waits until the kernel enforces the memory limit. NVML
+/// answers within a millisecond.
 const PATIENCE: Duration = Duration::from_secs(3);
 
 pub(crate) type LimitGoals = BTreeMap<LimitedGroup<GpuUuid>, LimitGoal>;
@@ -21,7 +22,7 @@ pub(crate) type LimitGoals = BTreeMap<LimitedGroup<GpuUuid>, LimitGoal>;
 /// The outcome for each limit that the kernel should enforce.
 pub(crate) type LimitOutcomes = BTreeMap<LimitedGroup<GpuUuid>, LimitOutcome>;
 
-/// Has a task that makes the kernel enforce memory limits. The task ends when this value is dropped.
+/// Has a task that makes the kernel enforce memory limits. The task ends when the [`KernelLimitKeeper`] is dropped.
 #[derive(Debug)]
 pub(crate) struct KernelLimitKeeper {
     /// The limits that the kernel should enforce, and the number of changes of these goals.
@@ -31,7 +32,7 @@ pub(crate) struct KernelLimitKeeper {
 }
 
 impl KernelLimitKeeper {
-    /// Starts the task. The task notifies `changed` when there is a new outcome.
+    /// Starts the task. The task notifies `changed` when there is a new outcome for a limit.
     pub(crate) fn new(nvml: NvmlWorker, changed: Arc<Notify>, events: mpsc::Sender<LoopEvent>) -> Self {
         let (goals, wanted) = watch::channel((0, LimitGoals::new()));
         let (tried, tried_seen) = watch::channel((0, LimitOutcomes::new()));
@@ -46,12 +47,13 @@ impl KernelLimitKeeper {
         self.goals.borrow().0 == 0
     }
 
-    /// Replaces the goals. A limit without a goal is removed, and a refused limit is tried again.
+    /// Replaces the goals. A limit that has no goal in `goals` is removed, and a limit that the kernel has refused is
+    /// tried again.
     pub(crate) fn pursue(&self, goals: LimitGoals) {
         self.goals.send_modify(|(number, before)| (*number, *before) = (number.saturating_add(1), goals));
     }
 
-    /// Adds goals. A goal for a limit that has a goal already replaces the former one.
+    /// Adds goals. If a limit already has a goal, its new goal replaces the former goal.
     pub(crate) fn add(&self, more: LimitGoals) {
         self.goals.send_modify(|(number, goals)| {
             *number = number.saturating_add(1);

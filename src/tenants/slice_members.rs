@@ -31,7 +31,7 @@ pub(super) fn by_slice(
 }
 
 /// The ordinal of the first slice on a GPU that a process has, and true if the process only claims the slice in its
-/// environment. Further slices do not count: MPS can't combine slices.
+/// environment. Further slices of the process do not count, since MPS can't combine slices.
 fn slice_on(gpu: GpuId, slices: u32, membership: Option<Membership>) -> Option<(u32, bool)> {
     let membership = membership?.on(gpu)?;
     let ordinal = |name: &DeviceName| match name {

@@ -1,5 +1,5 @@
-//! Carries out requests to end the GPU work of a tenant without harm for other clients. The host agent asks for this before it
-//! stops a process or a container.
+//! Carries out requests to end the GPU work of a tenant without harm for other clients. The host agent makes such a request
+//! before it stops a process or a container.
 
 use std::time::Duration;
 
@@ -20,11 +20,11 @@ use common::host::identity;
 use common::host::proc;
 use common::membership::containers::{containers_in, of_the_hosts};
 
-/// The longest time for one question to the kernel about a process. The answer takes microseconds. But if the process is stuck in
-/// the driver, a read of the memory of the process blocks.
+/// The longest time for one question to the kernel about a process. The answer takes microseconds. If the process is stuck in the
+/// driver, a read of the memory of the process blocks.
 const PATIENCE: Duration = Duration::from_secs(2);
 
-/// The time that the end of GPU work before a signal waits for the list of clients of one control daemon. The GPU
+/// The time that a request to end GPU work before a signal waits for the list of clients of one control daemon. The GPU
 /// work at the other control daemons has to end in the remaining time.
 const PATIENCE_BEFORE_A_SIGNAL: Duration = Duration::from_secs(1);
 
@@ -48,7 +48,7 @@ pub(crate) async fn terminate(
 }
 
 /// Returns true if a control daemon can have clients to which the target applies. A hung control daemon of another slice must not
-/// delay the release.
+/// delay the end of the GPU work.
 fn can_serve(daemon: &ClientsDaemon, wanted: &Target) -> bool {
     match (wanted, daemon.slice) {
         (Target::Slices(slices), Some(only)) => slices.contains(&only),
@@ -81,7 +81,7 @@ impl Processes {
         Self { clients, kernel, nvml }
     }
 
-    /// Asks the kernel a question, on a thread other than the loop's.
+    /// Asks the kernel a question, on a thread other than the main loop's.
     async fn ask<T: Send + 'static>(
         &self,
         question: impl FnOnce() -> std::io::Result<T> + Send + 'static,
@@ -108,8 +108,8 @@ impl TerminationShell for EndingShell<Processes> {
         self.processes.ask(move || Ok(proc::status(pid)?.uids())).await
     }
 
-    /// The slices of a process. The name of a GPU is no name of a slice: a container with that name may have any
-    /// slice of the GPU.
+    /// The slices of a process. If the container of the process has the name of a GPU, and not that of a slice, it may
+    /// have any slice of the GPU.
     async fn slices(&mut self, pid: u32) -> Result<Option<KnownSlices>, String> {
         let clients = &self.processes.clients;
         let process = identity::read(pid).map_err(|error| error.to_string())?;

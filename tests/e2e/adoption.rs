@@ -65,7 +65,7 @@ impl Running {
         assert!(group(machine, &self.control_daemon).contains(SCOPE));
         assert_eq!(compute_mode(machine), "Exclusive_Process");
         no_left_overs(machine, cursor);
-        // A new client is served as well.
+        // A client that starts after the restart of the service is served as well.
         machine.sh(&format!("{ON_HOST} eval \"$(yunion-mpsctl env 00:06.0-2)\"; cuda-client props"));
     }
 }
@@ -128,8 +128,8 @@ fn sigterm(machine: &mut Machine) {
     running.unharmed(machine, &main, &cursor);
 }
 
-/// A flood of requests makes the service larger than its memory limit here. The kernel ends the service, and systemd
-/// starts it again.
+/// In this test, a flood of requests makes the service exceed its memory limit. The kernel ends the service, and
+/// systemd starts it again.
 fn flood(machine: &mut Machine) {
     const SCRIPT: &str = "/srv/attack.py";
     machine.write(SCRIPT, include_str!("../it/attack.py"));
@@ -152,7 +152,7 @@ fn flood(machine: &mut Machine) {
 }
 
 fn watchdog(machine: &mut Machine) {
-    // A core dump of a debug build would fill the machine's memory, so there are none.
+    // A core dump of a debug build would fill the machine's memory, so core dumps are switched off.
     let running = Running::start(machine, "WatchdogSec=8\nRestartSec=100ms\nLimitCORE=0");
     let (cursor, main) = (machine.cursor(), machine.property(SERVICE, "MainPID"));
     machine.sh(&format!("kill -STOP {main}"));
@@ -179,7 +179,7 @@ fn old_kernel(machine: &mut Machine) {
 
     machine.sh("yunion-mpsctl terminate --device 00:06.0-1");
     wait_for("the client's end", || (machine.property(CLIENT, "ActiveState") != "active").then_some(()));
-    // The service also notices the end of a control daemon that it has taken over, without pidfds.
+    // Without pidfds, the service also notices the end of a control daemon that it has taken over.
     machine.sh(&format!("kill -KILL {}", running.control_daemon));
     wait_for("another control daemon", || {
         let others = control_daemons(machine);
@@ -196,7 +196,7 @@ fn cdi(machine: &mut Machine) {
     machine.sh(&format!(
         "echo 'cuda_mps_cdi_directory: /var/run/cdi' >>{HOST_CONF}; systemctl reload {SERVICE}"
     ));
-    // The inode number and the time of the last change differ if the file was removed or written meanwhile.
+    // The inode number and the time of the last change differ if the CDI spec was removed or written meanwhile.
     let identity = |machine: &Machine| text(&machine.run(&["stat", "--format=%i %Z", SPEC]).stdout);
     wait_for("the spec", || (!identity(machine).is_empty()).then_some(()));
     let before = identity(machine);

@@ -1,9 +1,9 @@
 //! A small service for the tests of `common::host::systemd`. The service asks systemd the questions that yunion-mps-daemon
 //! asks, and prints the answers.
 //!
-//! The file /run/asker names the scope that it asks systemd for. If there is no such file, the small service asks for no
-//! scope. The process to be moved into the scope is a shell that prints a line when it ends. The answers go to standard
-//! output, which is the journal, and to /var/order.
+//! The file /run/asker names the scope for which the small service asks systemd. If there is no file /run/asker, the
+//! small service asks for no scope. The process to be moved into the scope is a shell that prints a line when it ends.
+//! The answers go to standard output, which is the journal, and to /var/order.
 
 use std::io::Write;
 use std::process::{Command, ExitCode, Stdio};
@@ -12,7 +12,7 @@ use common::host::systemd::{move_to_scope, runs_us, why_stopping};
 use sd_notify::NotifyState;
 use tokio::signal::unix::{SignalKind, signal};
 
-/// The first argument that makes this program the service.
+/// The first argument that makes the test program run as the small service.
 pub(crate) const ARGUMENT: &str = "asker";
 
 /// A shell script that ends only by SIGTERM, and then writes a line to /var/order.

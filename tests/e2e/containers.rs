@@ -1,6 +1,7 @@
 //! Containers on the booted system, made by the engines with the commands of docs/containers.md: each container is a
 //! client of exactly its slice. A simulated GPU takes the place of the real one, so a CDI spec and a runtime of a few
-//! lines take the place of NVIDIA's. Every command of that page is run here or is listed in [`ELSEWHERE`].
+//! lines take the places of NVIDIA's CDI spec and runtime. Every command of docs/containers.md is run by these tests or
+//! is listed in [`ELSEWHERE`].
 
 use std::fs;
 use std::path::Path;
@@ -50,7 +51,7 @@ const DOCKER_BIND: &str =
 const COMPOSE_FILE: &str = "yunion-mpsctl env 00:06.0-1 --format compose >mps-slice.yaml";
 const COMPOSE_UP: &str = "docker compose up";
 
-/// The commands of the page that these tests run.
+/// The commands of docs/containers.md that these tests run.
 const RUN: [&str; 11] = [
     PODMAN,
     PODMAN_CDI,
@@ -65,7 +66,7 @@ const RUN: [&str; 11] = [
     COMPOSE_UP,
 ];
 
-/// The lines of the page that these tests do not run, each with the reason.
+/// The lines of docs/containers.md that these tests do not run, each with the reason.
 const ELSEWHERE: [(&str, &str); 5] = [
     ("nvidia-ctk runtime configure --runtime=docker && systemctl restart docker", "needs NVIDIA's toolkit"),
     ("yunion-mpsctl env 00:06.0-1 --format cdi", "its output is in tests/golden"),
@@ -83,7 +84,7 @@ const ELSEWHERE: [(&str, &str); 5] = [
     ),
 ];
 
-/// The line of docs/stops.md that this test takes from the page.
+/// The line of docs/stops.md that configures Docker's runtimes in these tests.
 const DOCKER_RUNTIMES: &str =
     r#"{"runtimes": {"yunion-mps": {"path": "/usr/bin/yunion-mps-runc"}}, "default-runtime": "yunion-mps"}"#;
 const DOCKER_FEATURES: &str = "{\"features\": {\"cdi\": true}}";
@@ -92,7 +93,7 @@ const IMAGE: &str = "cuda-image";
 /// The directory of a Docker that knows CDI. The Docker of the machine's distribution may not know CDI.
 const DOCKER_WITH_CDI: &str = "/opt/docker";
 const SPEC: &str = "/var/run/cdi/yunion.io-mps.json";
-/// A script that runs in a container and prints all that the page promises.
+/// A script that runs in a container and prints all that docs/containers.md promises.
 const SHOW: &str =
     "env | sort; grep yunion /proc/self/mountinfo; touch $CUDA_MPS_PIPE_DIRECTORY/new; cuda-client props";
 
@@ -105,8 +106,8 @@ pub(crate) fn stage() -> Stage {
     stage
 }
 
-/// Installs the package, and lets runc make control groups in every hierarchy: otherwise a machine may write only in
-/// systemd's.
+/// Installs the package, and lets runc make control groups in every hierarchy: otherwise programs in a test machine may
+/// write only in systemd's hierarchy.
 pub(crate) fn installed_legacy(machine: &Machine) {
     package::installed(machine);
     machine.sh("for hierarchy in $(awk '$3 == \"cgroup\" { print $2 }' /proc/mounts); do
@@ -118,7 +119,7 @@ fn page_text() -> String {
     fs::read_to_string(Path::new(env!("CARGO_MANIFEST_DIR")).join("docs/containers.md")).unwrap()
 }
 
-/// The lines of the page's Compose file.
+/// The lines of the Compose file in `page`, the text of docs/containers.md.
 fn compose_file(page: &str) -> String {
     let from = page.lines().skip_while(|line| *line != "    services:");
     let lines = from.take_while(|line| !line.is_empty());
@@ -142,14 +143,15 @@ fn page(_: &mut Machine) {
     }
 }
 
-/// A command of the page, with the image of this test and with a program for the image's shell.
+/// A command of docs/containers.md, with the image of these tests instead of IMAGE, and with `program` for the image's
+/// shell instead of PROGRAM.
 fn typed(command: &str, program: &str) -> String {
     let command = command.replace("GPU-76aef7ff-...", UUID).replace("docker compose", "docker-compose");
     command.replace("IMAGE", IMAGE).replace("PROGRAM", program)
 }
 
-/// Makes the host serve its GPUs and write a CDI spec, and gives the engine the image. Returns false if the engine is
-/// missing.
+/// Makes the host serve its GPUs and write a CDI spec, and gives the container engine the image of these tests. Returns
+/// false if the container engine is missing.
 fn prepared(machine: &Machine, engine: &str) -> bool {
     if !machine.run(&["sh", "-c", &format!("command -v {engine}")]).status.success() {
         skip(engine, "the distribution in E2E_ROOT does not have it");
@@ -173,14 +175,14 @@ fn prepared(machine: &Machine, engine: &str) -> bool {
     true
 }
 
-/// Prepares Podman, with a CDI spec in the place of NVIDIA's. Returns false if Podman is missing.
+/// Prepares Podman, with a CDI spec in the place of NVIDIA's CDI spec. Returns false if Podman is missing.
 fn with_podman(machine: &Machine) -> bool {
     if !prepared(machine, "podman") {
         return false;
     }
-    // The test machine is a container itself. A container in it has no overlay file system, no network, and no controller for
-    // the number of processes. A container in the machine runs with runc, since crun raises a limit that can't be raised in
-    // the machine.
+    // The test machine is a container itself. A container in the test machine has no overlay file system, no network, and no
+    // controller for the number of processes. A container in the machine runs with runc, since crun raises a limit that can't
+    // be raised in the machine.
     machine.write(
         "/etc/containers/storage.conf",
         "[storage]\ndriver = \"vfs\"\nrunroot = \"/run/containers/storage\"\n\
@@ -211,8 +213,8 @@ fn with_podman(machine: &Machine) -> bool {
     true
 }
 
-/// Prepares Docker, with a runtime that adds the GPU like NVIDIA's, wrapped by the service's runtime. Returns false
-/// if Docker is missing.
+/// Prepares Docker, with a runtime that adds the GPU like NVIDIA's runtime, and that the service's runtime wraps.
+/// Returns false if Docker is missing.
 fn with_docker(machine: &Machine) -> bool {
     if !prepared(machine, "dockerd") {
         return false;
@@ -230,7 +232,7 @@ fn with_docker(machine: &Machine) -> bool {
     true
 }
 
-/// A runtime that runs runc without keyrings, since the machine forbids them.
+/// A runtime that runs runc without keyrings, since the test machine forbids keyrings.
 const RUNTIME: &str = r#"#!/usr/bin/python3
 import json, os, sys
 words = sys.argv[1:]
@@ -261,14 +263,15 @@ fn is_a_client_of_slice_1(printed: &str, place: &str) {
     ] {
         assert!(printed.lines().any(|printed| printed == line), "no {line} in:\n{printed}");
     }
-    // Of the service's directories the container has only that of its slice, and no program in it can write there.
+    // Of the service's directories the container has only the directory of its slice, and no program in the container
+    // can write in this directory.
     let mounts: Vec<&str> = printed.lines().filter(|line| line.contains(" - ")).collect();
     let [mount] = mounts[..] else { panic!("{mounts:?} in:\n{printed}") };
     let words: Vec<&str> = mount.split(' ').collect();
     assert!(words[3].ends_with("/pipe/slices/00_06.0-1") && words[4] == place, "{mount}");
     assert!(words[5].split(',').any(|option| option == "ro"), "{mount}");
     assert!(printed.contains("new: Read-only file system"), "{printed}");
-    // The client has a quarter of the GPU's SMs, and a quarter of its memory less its context.
+    // The client has a quarter of the GPU's SMs, and a quarter of the GPU's memory, less the client's CUDA context.
     assert!(printed.contains(" sms 32 ") && printed.contains(" free 35797 "), "{printed}");
 }
 
@@ -336,7 +339,8 @@ fn podman_refuses(machine: &mut Machine) {
     machine.sh("yunion-mpsctl undrain 00:06.0-1");
     machine.sh(&run);
 
-    // No control daemon can start now. The hook waits for the control daemon of the slice, and then gives up with the reason.
+    // With the fault `start-exits` no control daemon can start. The hook waits for the control daemon of the slice, and then
+    // gives up with the reason.
     let fault = format!("{HOST}/mps/fault/start-exits");
     machine.sh(&format!("touch {fault}; kill -KILL {}", control_daemons(machine)[0]));
     refused("00:06.0-1", "00:06.0-1 is not served: ");
@@ -397,7 +401,7 @@ fn binds(machine: &Machine, engine: &str, run: &str) {
     machine.sh("yunion-mpsctl is-ready --wait 60");
 }
 
-/// The number of losses of its client after which a container has to come back.
+/// The number of times that a container loses its client and has to come back.
 const LOSSES: u32 = 4;
 
 /// Several containers come back after losses, one after the other; the variable `ROUNDS` says how many. Docker waits
@@ -455,7 +459,7 @@ fn podman_binds_legacy(machine: &mut Machine) {
     machine.sh("rmdir /sys/fs/cgroup/*/machine.slice 2>/dev/null || :");
 }
 
-/// The hook binds containers of Docker, which starts containers with containerd and its shim.
+/// The hook of the CDI spec binds containers of Docker, which starts containers with containerd and its shim.
 fn docker_binds(machine: &mut Machine) {
     if !with_podman(machine) {
         return;
@@ -526,15 +530,15 @@ fn stops_page(first: &str) -> String {
     lines.map(|line| format!("{line}\n")).collect()
 }
 
-/// The number of rounds of stops. Three containers are stopped in each.
+/// The number of rounds of stops. Three containers are stopped in each round.
 const STOPS: usize = 17;
 
 /// The first process of a container: it passes SIGTERM on to its program, as the small inits of containers do.
 const PASSES_TERM_ON: &str = "sh -c 'trap \"kill -TERM \\$!\" TERM; cuda-client long 600 & wait; wait'";
 
-/// A bystander survives fifty stops of containers in the middle of kernels, by TERM, by KILL and by a removal. The
-/// next stop, with the plain runtime, ends the bystander's work. `run` is a command that starts a container with
-/// slice 1.
+/// A client of another container, the bystander, survives fifty stops of containers in the middle of kernels, by TERM,
+/// by KILL and by a removal. The next stop of a container, with the plain runtime instead of the service's runtime,
+/// ends the bystander's work. `run` is a command that starts a container with slice 1.
 fn stopped(machine: &Machine, engine: &str, run: &str) {
     let run = run.replace("--rm", "--detach");
     // podman removes a container by a stop, which waits ten seconds for it. With `--time 0`, podman does not wait.
@@ -571,8 +575,8 @@ fn stopped(machine: &Machine, engine: &str, run: &str) {
     machine.sh(&format!("{remove} {careful}"));
     assert_eq!(state().trim(), "running");
 
-    // A service that hangs does not delay the stop of a container. The journal then says that other clients may have lost
-    // their work.
+    // A service that hangs does not delay the stop of a container. If the service hangs during the stop of a container,
+    // the journal says that other clients may have lost their work.
     let calm = start("00:06.0-1", "cuda-client hold 600");
     clients(machine, 2);
     machine.sh(&format!(
@@ -595,8 +599,8 @@ fn stopped(machine: &Machine, engine: &str, run: &str) {
     machine.sh(&format!("{remove} {neighbour}; yunion-mpsctl is-ready --wait 60"));
 }
 
-/// Podman stops containers with the runtime of the page, and without that runtime an administrator ends the GPU work
-/// by hand.
+/// Podman stops containers with the runtime of docs/stops.md, and without this runtime an administrator ends the GPU
+/// work by hand.
 fn podman_stops(machine: &mut Machine) {
     if !with_podman(machine) {
         return;

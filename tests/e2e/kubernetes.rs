@@ -25,7 +25,8 @@ const CALLS: &str = "/var/tmp/kubelet.calls";
 /// The name of the resource for the slices of the simulated host.
 const RESOURCE: &str = "yunion.io/mps-35gib";
 
-/// The files for a machine: both packages, and the kubelet.
+/// The files for a machine: the packages of the service and of the device plugin, and the kubelet that a Python program
+/// plays.
 pub(crate) fn stage() -> Stage {
     let stage = package::stage();
     let source = Path::new(env!("CARGO_MANIFEST_DIR"));
@@ -64,7 +65,7 @@ fn up_before_the_kubelet(machine: &mut Machine) {
 }
 
 fn start_kubelet(machine: &Machine) {
-    // The kubelet's input is opened for writing too, so that it never reaches its end.
+    // The kubelet's input is opened for writing too, so that the kubelet never reads the end of its input.
     machine.sh(&format!(
         "systemd-run --quiet --unit=fake-kubelet sh -c \
          'exec /usr/bin/python3 /var/tmp/kubelet.py /var/tmp /var/lib/kubelet <>{CALLS} >>{SAID}'"
@@ -87,7 +88,8 @@ fn in_its_sandbox(machine: &mut Machine) {
 /// The kubelet's directory is removed and made again, as kubeadm does for a node that joins a cluster again.
 fn directory_made_anew(machine: &mut Machine) {
     let before = said(machine, r#""event": "registered""#);
-    // The plugin makes its socket again each time that it is removed. So `rm` is repeated until it has removed the directory.
+    // The device plugin makes its socket again each time that the socket is removed. So `rm` is repeated until the kubelet's
+    // directory is removed.
     machine.sh("systemctl stop fake-kubelet; timeout 60 sh -c 'until rm -rf /var/lib/kubelet/device-plugins; do :; done'");
     start_kubelet(machine);
     wait_for("a registration", || (said(machine, r#""event": "registered""#) > before).then_some(()));

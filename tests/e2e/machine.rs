@@ -1,5 +1,5 @@
-//! A booted systemd for tests: a container over an overlay of this host's files. So it needs no image, no network and
-//! half a second to boot. The container changes nothing on the host, and leaves nothing behind.
+//! A booted systemd for tests: a container over an overlay of this host's files. So the container needs no image and no
+//! network, and boots in half a second. The container changes nothing on the host, and leaves nothing behind.
 
 use std::ffi::OsStr;
 use std::fs;
@@ -77,7 +77,8 @@ impl Stage {
         fs::copy(from, self.place(path)).unwrap_or_else(|error| panic!("{}: {error}", from.display()));
     }
 
-    /// Adds a program or a library that cargo has built. The symbols of the file are removed, since they are most of it.
+    /// Adds a program or a library that cargo has built. The symbols of the file are removed, since the symbols are most
+    /// of the file.
     pub(crate) fn install(&self, built: &Path, path: &str) {
         assert!(built.exists(), "{} is not built: cargo build --workspace", built.display());
         let strip =
@@ -87,7 +88,7 @@ impl Stage {
     }
 }
 
-/// A running machine. The machine is shut down when this value is dropped.
+/// A running machine. The machine is shut down when the [`Machine`] is dropped.
 pub(crate) struct Machine {
     script: Child,
     /// The PID on this host of the machine's PID 1.
@@ -105,7 +106,8 @@ impl Machine {
         fs::create_dir(directory.path().join("mnt")).unwrap();
         std::os::unix::fs::symlink(stage.0.path(), directory.path().join("stage")).unwrap();
         let console = fs::File::create(directory.path().join("console")).unwrap();
-        // If the test program is killed, the kernel kills this process, and the machine ends with it.
+        // If the test program is killed, the kernel kills the process of the script, and the machine ends with the
+        // script.
         let script = Command::new("setpriv")
             .args(["--pdeathsig", "KILL", "unshare", "--mount", "--propagation", "private"])
             .arg(concat!(env!("CARGO_MANIFEST_DIR"), "/tests/e2e/boot.sh"))
@@ -144,7 +146,7 @@ impl Machine {
     }
 
     /// The PID on this host of the machine's systemd. The machine's systemd is a child of systemd-nspawn, and systemd-nspawn
-    /// is a child of the script. At first systemd-nspawn has other children.
+    /// is a child of the script `boot.sh`. At first systemd-nspawn has other children.
     fn find_leader(&self) -> Option<u32> {
         child(child(self.script.id(), "systemd-nspawn")?, "systemd")
     }
@@ -245,7 +247,7 @@ impl Machine {
         self.wait_until_up(before);
     }
 
-    /// Shuts the machine down. Returns false if it had to be killed.
+    /// Shuts the machine down. Returns false if the machine had to be killed.
     fn power_off(&mut self) -> bool {
         let asked = self.leader != 0 && self.run(&["systemctl", "poweroff"]).status.success();
         let deadline = Instant::now() + if asked { DEADLINE } else { Duration::ZERO };
@@ -264,7 +266,7 @@ impl Machine {
 
 impl Drop for Machine {
     fn drop(&mut self) {
-        // A machine that has never booted was reported before.
+        // If the machine has never booted, the failed boot was reported before.
         if !self.power_off() && self.leader != 0 {
             eprintln!("the machine did not power off and was killed:\n{}", self.console());
         }

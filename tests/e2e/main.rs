@@ -1,7 +1,7 @@
 //! Tests of the installed service on a booted systemd, as root. The output names each check.
 //!
-//! These tests do not use the harness of libtest: with it, tests can't share a machine that is removed after the last
-//! test.
+//! These tests do not use the harness of libtest: with libtest, tests can't share a machine that is removed after the
+//! last test.
 
 // clippy.toml allows `unwrap` and the like only in functions marked as tests. The helper functions of this program are not
 // marked, and call `unwrap` too.
@@ -13,7 +13,8 @@
     clippy::print_stderr,
     clippy::print_stdout
 )]
-// These lints ask for a form that makes tests harder to read, or that a D-Bus interface does not allow.
+// The lints `assigning_clones` and the like ask for a form that makes tests harder to read, or that a D-Bus interface
+// does not allow.
 #![allow(
     clippy::assigning_clones,
     clippy::float_cmp,
@@ -65,7 +66,7 @@ struct Group {
     checks: &'static [Check],
 }
 
-// The two groups that take the longest are started first, so that the run does not end with one of them alone.
+// The two groups that take the longest are started first, so that the run does not end with one long group alone.
 const GROUPS: &[Group] = &[
     // Podman and Docker start containers on a host with the service from the deb.
     Group {
@@ -120,7 +121,7 @@ const GROUPS: &[Group] = &[
         prepare: package::installed,
         checks: people::CHECKS,
     },
-    // The user of a fresh system has only read the README.
+    // A user on a fresh system types the commands of the README and has read nothing else.
     Group {
         name: "readme",
         hierarchy: Hierarchy::Unified,
@@ -172,8 +173,8 @@ fn main() -> ExitCode {
     if arguments.first().is_some_and(|word| word == asker::ARGUMENT) {
         return asker::run();
     }
-    // The arguments are like those of libtest: a word selects the checks whose names contain it, and options are ignored. The
-    // checks of `make soak` run only if they are selected.
+    // The arguments of this program are like those of libtest: a word selects the checks whose names contain it, and options
+    // are ignored. The checks of `make soak` run only if they are selected.
     let wanted = |name: &str| {
         let mut words = arguments.iter().filter(|word| !word.starts_with("--")).peekable();
         words.peek().is_none() && !name.starts_with("soak::")

@@ -39,8 +39,9 @@ pub(crate) const RPM_CHECKS: &[Check] = &[
     ("an_rpm_upgrade_from_the_platforms_package_leaves_its_client_running", rpm_take_over),
 ];
 
-/// The directory of the packages under test, the directory of their programs, and the command that makes both: of
-/// `make deb rpm` if `RELEASE` is set, otherwise of the packages for tests.
+/// The directory of the packages under test, the directory of their programs, and the command that makes the packages.
+/// If `RELEASE` is set, the packages of `make deb rpm` are under test, otherwise packages that are built only for
+/// tests.
 fn packages() -> (&'static str, &'static str, &'static str) {
     if std::env::var_os("RELEASE").is_some_and(|value| !value.is_empty()) {
         ("dist", "target/packaged", "make deb rpm")
@@ -49,7 +50,8 @@ fn packages() -> (&'static str, &'static str, &'static str) {
     }
 }
 
-/// The only package of the service with this ending. The package must have been made from the present sources.
+/// The only package of the service whose file name has this ending. The package must have been made from the present
+/// sources.
 fn built(ending: &str) -> PathBuf {
     built_package("yunion-mps-daemon", ending)
 }
@@ -94,7 +96,7 @@ const PLATFORM_DEB: &str = "/var/tmp/platform.deb";
 const RPM: &str = "/var/tmp/yunion-mps-daemon.rpm";
 const PREVIOUS_RPM: &str = "/var/tmp/previous.rpm";
 const PLATFORM_RPM: &str = "/var/tmp/platform.rpm";
-/// The messages of a first installation on a host without configuration.
+/// The message that a first installation prints on a host without configuration.
 const NEXT_STEP: &str =
     "yunion-mps-daemon: run 'yunion-mpsctl setup', then 'systemctl enable --now yunion-mps-daemon'.";
 /// The command rpm with its own list of packages: the machine's list is dpkg's.
@@ -144,9 +146,9 @@ fn pack(tree: &Path, stage: &Stage, path: &str) {
     stage.put(&package, path);
 }
 
-/// The parts of the platform's own package that matter here. The version of that package is a date; it stops and disables its
-/// service even at an upgrade; its control daemon detaches, and stays when its main process is killed, since a `quit` does
-/// not return while there are clients.
+/// The parts of the platform's own package that matter for these tests. The version of the platform's package is a date; the
+/// package stops and disables its service even at an upgrade; its control daemon detaches, and stays when the main process of
+/// the service is killed, since a `quit` does not return while there are clients.
 const PLATFORM: &[(&str, &str, &str)] = &[
     (
         "DEBIAN/control",
@@ -175,13 +177,13 @@ const PLATFORM: &[(&str, &str, &str)] = &[
     ),
 ];
 
-/// Installs the package, for checks of other groups.
+/// Installs the deb of the service, for the checks of other groups.
 pub(crate) fn installed(machine: &Machine) {
     machine.sh(&format!("apt-get install --yes --no-install-recommends {DEB}"));
     on_the_simulated_host(machine);
 }
 
-/// Removes all files of the package, in any state that the check before has left.
+/// Removes all files of the package, whatever state the check before has left.
 fn absent(machine: &Machine) {
     machine.sh(&format!(
         "rm -rf /etc/systemd/system/{SERVICE}.d; systemctl daemon-reload; \
@@ -193,7 +195,7 @@ fn is(machine: &Machine, what: &str) -> String {
     text(&machine.run(&["systemctl", what, SERVICE]).stdout).trim_end().to_owned()
 }
 
-/// The state of the metrics' timer, as `systemctl is-active` prints it.
+/// The state of the timer that writes the metrics, as `systemctl is-active` prints it.
 fn active_timer(machine: &Machine) -> String {
     let timer = ["systemctl", "is-active", "yunion-mps-metrics.timer"];
     text(&machine.run(&timer).stdout).trim_end().to_owned()
@@ -228,7 +230,8 @@ fn install(machine: &mut Machine) {
     machine.printed(&["yunion-mpsctl", "--version"]);
 }
 
-/// An installation on the machine's own root, where /etc/host.conf is the C library's file.
+/// The package is installed on the machine's own root, where /etc/host.conf is the C library's file, so the service has
+/// no configuration.
 fn unconfigured(machine: &mut Machine) {
     machine
         .sh(&format!("test -e /etc/host.conf || echo multi on >/etc/host.conf; systemctl start {SERVICE}"));
@@ -241,7 +244,8 @@ fn unconfigured(machine: &mut Machine) {
 fn enable(machine: &mut Machine) {
     new_host(machine);
     on_the_simulated_host(machine);
-    // The files are those of the guide. The directories are those of the simulated host.
+    // The configuration files have the contents that the guide gives. Their directories are the directories of the
+    // simulated host.
     machine.write(
         HOST_CONF,
         &format!(
@@ -288,7 +292,8 @@ fn listing(machine: &mut Machine) {
 }
 
 fn looked_for(machine: &mut Machine) {
-    // The file that the unit names as its documentation is installed. The manual pages are checked below.
+    // The file that the unit names as its documentation is installed. The manual pages in the unit's documentation are
+    // checked below.
     let documentation = machine.property(SERVICE, "Documentation");
     let files: Vec<&str> =
         documentation.split_ascii_whitespace().filter_map(|word| word.strip_prefix("file:")).collect();
@@ -305,7 +310,8 @@ fn looked_for(machine: &mut Machine) {
                  COMP_LINE=\"yunion-mpsctl drain 00:06.0-\" COMP_POINT=28 && _yunion_mpsctl && \
                  test \"${COMPREPLY[*]}\" = \"06.0-0 06.0-1 06.0-2 06.0-3\"";
     machine.sh(&format!("bash -c '. /usr/share/bash-completion/completions/yunion-mpsctl && {asked}'"));
-    // With the installed interface description, a program can find out all that the service offers on D-Bus.
+    // With the installed interface description, a program can find out all methods and properties that the service has
+    // on D-Bus.
     machine.sh("test -s /usr/share/dbus-1/interfaces/io.yunion.Mps1.Manager.xml");
 }
 
@@ -401,10 +407,12 @@ fn purge(machine: &mut Machine) {
 fn take_over(machine: &mut Machine) {
     absent(machine);
     let theirs = platforms(machine, &format!("apt-get install --yes {PLATFORM_DEB}"));
-    // apt treats the installation as an upgrade of the platform's package, since the version of this package has an epoch.
+    // apt treats the installation as an upgrade of the platform's package, since the version of the service's package has
+    // an epoch.
     let said = machine.sh(&format!("apt-get install --yes --no-install-recommends {DEB} 2>&1"));
     assert!(said.contains("1 upgraded"), "{said}");
-    // The scripts of the platform's package have stopped and disabled the service. The message says how to enable it again.
+    // The scripts of the platform's package have stopped and disabled the service. The message of the installation says how
+    // to enable the service again.
     assert!(said.contains("systemctl enable --now yunion-mps-daemon"), "{said}");
     on_the_simulated_host(machine);
     machine.sh(&format!("systemctl enable --now {SERVICE}"));
@@ -434,14 +442,15 @@ fn platforms(machine: &Machine, install: &str) -> String {
     machine.printed(&["systemd-run", "--quiet", "--unit=their-client", "sh", "-euc", &client]);
     let listed = format!("{theirs_is} echo ps | nvidia-cuda-mps-control");
     wait_for("their client at work", || machine.sh(&listed).contains("cuda-client").then_some(()));
-    // The process that has started the control daemon has the same name and ends in a moment.
+    // The process that has started the platform's control daemon has the same name as the control daemon, and ends in a
+    // moment.
     wait_for("one control daemon", || {
         <[String; 1]>::try_from(control_daemons(machine)).ok().map(|[theirs]| theirs)
     })
 }
 
-/// The service leaves the platform's control daemon alone while it has a client, and names it in its status. After
-/// the client has ended, the service replaces the control daemon.
+/// The service leaves the platform's control daemon alone while that control daemon has a client, and names the control
+/// daemon in the status. After the client has ended, the service replaces the platform's control daemon.
 fn taken_over(machine: &Machine, theirs: &str) {
     machine.sh("test ! -e /opt/yunion/bin/mps-daemon");
     wait_for("its PID in the reason", || {
@@ -465,7 +474,8 @@ fn rpm_take_over(machine: &mut Machine) {
     taken_over(machine, &theirs);
 }
 
-/// The files for a machine: the rpm, an earlier version of it, the platform's own rpm, and the deb to compare with.
+/// The files for a machine: the rpm of the service, an earlier version of this rpm, the platform's own rpm, and the deb
+/// that the rpm is compared with.
 pub(crate) fn stage_rpm() -> Stage {
     let stage = simulated();
     stage.put(&built(".rpm"), RPM);
@@ -547,7 +557,8 @@ fn rpm_files(machine: &mut Machine) {
     let rpm =
         files("cd /var/tmp/root; find ./usr ./etc ! -type d 2>/dev/null | grep -v -e /rpm/ -e /build-id/");
     let deb = files(&format!("dpkg-deb --fsys-tarfile {DEB} | tar -t"));
-    // Debian has its own directories for completions of zsh and for lintian. The documentation differs between the formats.
+    // Debian has its own directories for completions of zsh and for lintian. The documentation differs between debs and
+    // rpms.
     let plain = |names: Vec<String>| -> Vec<String> {
         let mut names: Vec<String> = names
             .into_iter()
@@ -582,7 +593,7 @@ fn rpm_upgrade(machine: &mut Machine) {
 }
 
 fn rpm_erase(machine: &mut Machine) {
-    // The removal must stop a service that is masked, too.
+    // The removal of the package must also stop a service that is masked.
     machine.sh(&format!("systemctl disable {SERVICE}; systemctl mask {SERVICE}"));
     machine.sh("systemctl enable --now yunion-mps-metrics.timer");
     machine.write(METRICS, "yunion_mps_up 1\n");

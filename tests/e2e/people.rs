@@ -27,7 +27,7 @@ fn in_unit(machine: &Machine, property: &str, command: &str) -> Output {
     machine.run(&[&words[..], &[&format!("{ON_HOST} {command}")]].concat())
 }
 
-/// A program with a private /tmp: CUDA does not find the slice's directory there, and the program would start on the
+/// In a unit with a private /tmp, CUDA does not find the directory of the slice, and the program would start on the
 /// whole GPU.
 fn private_tmp(machine: &mut Machine) {
     let run = "yunion-mpsctl run 00:06.0-1 -- cuda-client props";
@@ -85,10 +85,10 @@ fn short_jobs(machine: &mut Machine) {
 const RIGHT: &str =
     "devices:\n- path: \"/dev/dri/renderD128\"\n  type: \"NVIDIA_MPS\"\n  virtual_number: 4\n";
 
-/// Device files with mistakes. Each has the number of the line that the service names, and the service's words about
-/// it.
+/// Device files with mistakes. Each file has the number of the line that the service names, and the service's words
+/// about the mistake.
 const SLIPS: [(&str, u32, &str); 6] = [
-    // The file as the platform's guide prints it, without indentation.
+    // The device file as the platform's guide prints it, without indentation.
     (
         "devices:\n- path: \"/dev/dri/renderD128\"\ntype: \"NVIDIA_MPS\"\nvirtual_number: 4\n",
         3,
@@ -163,7 +163,7 @@ fn guide(machine: &mut Machine) {
         corrected(machine);
     }
 
-    // The platform writes this entry for an AI node.
+    // The platform writes an entry with the type `NVIDIA_GPU_SHARE` for an AI node.
     machine.write(DEVICE_FILE, &RIGHT.replace("NVIDIA_MPS", "NVIDIA_GPU_SHARE"));
     machine.sh(&format!("systemctl restart {SERVICE}"));
     let answer = "00:06.0 has the type NVIDIA_GPU_SHARE in /etc/yunion/host_container_device.yml:2; write type: NVIDIA_MPS";

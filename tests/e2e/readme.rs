@@ -1,6 +1,6 @@
 //! The commands of the README and of docs/operations.md, typed on a new system without configuration: the commands of
-//! the README alone make the service serve GPUs, and after all commands GPUs are served again. A command that is not
-//! typed here is listed in [`ELSEWHERE`].
+//! the README alone make the service serve GPUs, and after all commands GPUs are served again. A command that the tests
+//! do not type is listed in [`ELSEWHERE`].
 
 use std::fs;
 use std::path::Path;
@@ -17,7 +17,8 @@ const GUIDES: [[&str; 2]; 2] =
 /// The command of the README that shows that GPUs are served.
 const FIRST_PROGRAM: &str = "yunion-mpsctl run --free -- ./a-cuda-program";
 
-/// The commands that are not typed here, each with the place of its test or the reason why it can't be tested.
+/// The commands of the guides that these tests do not type, each with the place of its test or the reason why it can't
+/// be tested.
 const ELSEWHERE: [(&str, &str); 11] = [
     ("yunion-mpsctl top", "needs a terminal and somebody at the keys; tests/it/top.rs"),
     ("yunion-mpsctl events --follow", "ends when somebody presses Ctrl-C; tests/it/watch.rs"),
@@ -43,11 +44,11 @@ const ELSEWHERE: [(&str, &str); 11] = [
 
 pub(crate) const CHECKS: &[Check] = &[("its_words_alone_make_a_fresh_system_serve", words)];
 
-/// The directory in which the commands are typed. The directory has the package and a CUDA program.
+/// The directory in which the tests type the commands. The directory has the package of the service and a CUDA program.
 const DIRECTORY: &str = "/root/readme";
 
-/// Makes the simulated GPUs the GPUs of the system itself, without an option or a setting. A container's /sys can't
-/// be written, but another directory with the same contents can be mounted over it.
+/// Makes the simulated GPUs the GPUs of the system itself, without an option or a setting. A container's /sys can't be
+/// written, but another directory with the same contents can be mounted over /sys.
 pub(crate) fn on_simulated_hardware(machine: &Machine) {
     new_host(machine);
     machine.sh(&format!(
@@ -70,7 +71,8 @@ pub(crate) fn on_simulated_hardware(machine: &Machine) {
              ReadWritePaths={HOST}\n"
         ),
     );
-    // A user would answer apt's question with yes. Recommended packages are left out, since there is no network.
+    // A user would answer apt's question with yes. Recommended packages are left out, since the test machine has no
+    // network.
     let settings = "APT::Get::Assume-Yes \"true\";\nAPT::Install-Recommends \"false\";\n";
     machine.write("/etc/apt/apt.conf.d/99readme", settings);
     machine.sh(&format!(
@@ -133,7 +135,7 @@ fn words(machine: &mut Machine) {
     }
 }
 
-/// Makes the system a newly installed system, and removes the files of the last guide.
+/// Makes the system a newly installed system, and removes the files that the commands of the last guide have made.
 fn fresh(machine: &Machine) {
     machine
         .sh("! dpkg-query --show yunion-mps-daemon >/dev/null 2>&1 || apt-get purge --yes yunion-mps-daemon

@@ -20,7 +20,7 @@ pub(crate) const CHECKS: &[Check] = &[
 ];
 
 /// The checks that could have another result with the legacy hierarchy of control groups. In a container with this
-/// hierarchy systemd does not notice when a scope is empty, so the other checks would have no subject.
+/// hierarchy systemd does not notice when a scope is empty, so the checks that need an empty scope are left out.
 pub(crate) const CHECKS_LEGACY: &[Check] = &[
     ("a_process_moves_to_a_scope_that_outlives_us", outlives),
     ("stop_restart_and_kill_are_told_apart", reasons),
@@ -133,7 +133,8 @@ fn namesake(machine: &mut Machine) {
     let old = held(machine);
     let cursor = machine.cursor();
     let main = machine.property(SERVICE, "MainPID");
-    // One shell command does all of this, since the service waits for the end of the old scope for a limited time only.
+    // One shell command restarts the small service and ends the process in the old scope, since the service waits for
+    // the end of the old scope for a limited time only.
     let meanwhile = machine.sh(&format!(
         "echo shared >/run/asker; systemctl restart --no-block {SERVICE}; \
          until next=$(systemctl show --value --property=MainPID {SERVICE}); [ $next != 0 ] && [ $next != {main} ]; \
@@ -175,7 +176,7 @@ fn scope_stopped(machine: &mut Machine) {
     machine.sh(&format!("systemctl stop {SCOPE}"));
     assert_eq!(machine.sh("cat /var/order"), "held\n");
     assert_eq!(machine.property(SERVICE, "ActiveState"), "active");
-    // The unit is no longer loaded, so its name is free.
+    // The unit of the scope is no longer loaded, so its name is free.
     assert_eq!(machine.property(SCOPE, "LoadState"), "not-found");
 }
 

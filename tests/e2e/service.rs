@@ -10,7 +10,7 @@ use crate::wait::wait_for;
 
 pub(crate) const SERVICE: &str = "yunion-mps-daemon.service";
 
-/// The name of the simulator's board for the host.
+/// The name of the board that the simulated host has.
 const BOARD: &str = "h200";
 pub(crate) const UUID: &str = "GPU-168acfc9-c926-5401-354d-2910ddcd391b";
 pub(crate) const DEVICES: [&str; 4] = ["00:06.0-0", "00:06.0-1", "00:06.0-2", "00:06.0-3"];
@@ -60,7 +60,8 @@ pub(crate) fn simulated() -> Stage {
     {
         stage.install(&built(program), &format!("/usr/lib/simulated/{program}"));
     }
-    // `cargo test` alone writes the library only into deps/. If both files exist, that one is never older.
+    // `cargo test` alone writes the library only into deps/. If the library is in both directories, the file in deps/
+    // is never the older one.
     let libraries = [built("deps/libnvidia_ml.so"), built("libnvidia_ml.so")];
     let library = libraries.iter().find(|library| library.exists()).unwrap_or(&libraries[1]);
     stage.install(library, "/usr/lib/simulated/libnvidia_ml.so");
@@ -109,7 +110,7 @@ pub(crate) fn drop_in(machine: &Machine, lines: &str) {
     machine.sh("systemctl daemon-reload");
 }
 
-/// The state that the service publishes on the bus; empty while it is not on the bus.
+/// The state that the service publishes on the bus; empty while the service is not on the bus.
 pub(crate) fn state(machine: &Machine) -> String {
     let property = [
         "busctl",
@@ -144,7 +145,7 @@ pub(crate) fn compute_mode(machine: &Machine) -> String {
     machine.sh(&format!("{ON_HOST} {query}")).trim_end().to_owned()
 }
 
-/// The PIDs of the control daemons that run. A front end is recognized by its missing argument.
+/// The PIDs of the control daemons that run. A front end has the same program but no argument, so its PID is left out.
 pub(crate) fn control_daemons(machine: &Machine) -> Vec<String> {
     let processes = machine.printed(&["ps", "-e", "--no-headers", "--format=pid,args"]);
     let control = processes.lines().filter_map(|line| {
@@ -172,7 +173,7 @@ fn nobody<'a>(command: &[&'a str]) -> Vec<&'a str> {
     switch.into_iter().chain(command.iter().copied()).collect()
 }
 
-/// Sets metrics up as docs/metrics.md says: Debian's directory, the unit in its sandbox, and Debian's
+/// Sets metrics up as docs/metrics.md says, with Debian's directory, with the unit in its sandbox, and with Debian's
 /// `node_exporter`.
 fn textfile(machine: &mut Machine) {
     const DIRECTORY: &str = "/var/lib/prometheus/node-exporter";
@@ -221,7 +222,7 @@ fn textfile(machine: &mut Machine) {
         crate::skip::skip("node_exporter serves the metrics", "this machine has no prometheus-node-exporter");
     }
 
-    // The timer runs on without the service, and writes no message.
+    // The timer of the metrics runs on while the service is stopped, and its runs write no message.
     machine.sh(&format!("systemctl stop {SERVICE}"));
     wait_for("the end of the service in the metrics", || says("yunion_mps_up 0"));
     let runs = machine.journal(&cursor);
@@ -231,7 +232,7 @@ fn textfile(machine: &mut Machine) {
     assert_eq!(runs.map(message).collect::<Vec<_>>(), [""; 0]);
     machine.sh("systemctl disable --now yunion-mps-metrics.timer");
 
-    // With the lines that the page of the metrics gives, the metrics go to another directory.
+    // With the lines that docs/metrics.md gives, the unit writes the metrics into another directory.
     let page = std::fs::read_to_string(concat!(env!("CARGO_MANIFEST_DIR"), "/docs/metrics.md")).unwrap();
     let lines = page.lines().filter_map(|line| line.strip_prefix("    "));
     let lines: Vec<&str> = lines.skip_while(|line| *line != "[Service]").take(3).collect();
@@ -240,7 +241,7 @@ fn textfile(machine: &mut Machine) {
     machine.sh("mkdir /srv/textfile; systemctl daemon-reload; systemctl start yunion-mps-metrics.service; \
          grep -qx 'yunion_mps_up 0' /srv/textfile/yunion-mps.prom; rm -r /srv/textfile");
 
-    // A run of the unit that fails is reported in the journal.
+    // If a run of the metrics' unit fails, the journal has a report.
     machine.write(&format!("{UNIT}.service.d/test.conf"), "[Service]\nEnvironment=DIRECTORY=/srv/none\n");
     machine.sh("systemctl daemon-reload");
     machine.complained(&["systemctl", "start", "yunion-mps-metrics.service"]);
@@ -266,7 +267,8 @@ fn limits_spare(machine: &mut Machine) {
     let main = machine.printed(&["systemctl", "show", "--value", "--property=MainPID", SERVICE]);
     let set = machine.printed(&["systemctl", "show", "--value", "--property=OOMScoreAdjust", SERVICE]);
     assert_eq!(set.trim(), "-900");
-    // Without CAP_SYS_RESOURCE, as in many containers, systemd can't lower the value, and does not report that.
+    // Without CAP_SYS_RESOURCE, as in many containers, systemd can't lower the OOM score of a service, and does not
+    // report this failure.
     let try_it =
         "systemd-run --quiet --pipe --wait --property=OOMScoreAdjust=-900 cat /proc/self/oom_score_adj";
     let possible = machine.sh(try_it);
@@ -279,8 +281,8 @@ fn limits_spare(machine: &mut Machine) {
     assert_eq!(memory(SERVICE), (2u64 << 30).to_string());
     assert_eq!(memory("yunion-mps-control-shared.scope"), "infinity");
 
-    // If another program's scope has the name, the control daemon stays in the control group of the service, and the limits
-    // of the service are removed.
+    // If another program's scope has the name, the control daemon stays in the control group of the service, and the
+    // service removes the limits of this control group.
     new_host(machine);
     let namesake = "yunion-mps-control-shared.scope";
     machine.sh(&format!(
@@ -368,7 +370,8 @@ fn bus_from_a_pod(machine: &mut Machine) {
     let bus = "unix:path=/proc/1/root/run/dbus/system_bus_socket";
     let answer = machine.sh(&format!("BUS={bus}; {pod} {call} io.yunion.Mps1.Manager ListDevices"));
     assert_eq!(names(&answer), DEVICES);
-    // The call comes from root, so the bus lets it through. A container that does not exist is no error.
+    // The call of ReleaseContainer comes from root, so the bus lets the call through. A container that does not exist
+    // is no error.
     let id = "4f1c2d3e5a6b";
     machine.sh(&format!("BUS={bus}; {pod} {call} io.yunion.Mps1.Control ReleaseContainer s {id}"));
 }
@@ -440,8 +443,8 @@ fn explained(machine: &mut Machine) {
     machine.sh("grep -q 一个控制守护进程失败 /var/lib/systemd/catalog/database");
 }
 
-/// In a session, `yunion-mpsctl run` makes a scope and binds it, and in a unit it binds the unit. A unit with other
-/// processes is not bound.
+/// In a login session, `yunion-mpsctl run` makes a scope and binds the scope to the slice, and in a unit the command
+/// binds the unit. A unit with other processes is not bound.
 fn root_binds(machine: &mut Machine) {
     serving(machine);
     let clients = |number: usize| {
@@ -517,7 +520,8 @@ fn bad_reload(machine: &mut Machine) {
     assert_eq!(refusal["MESSAGE_ID"], "ec90e16fdebb4b67b510bf1af0b35ff9");
     assert_eq!(machine.property(SERVICE, "ActiveState"), "active");
     assert_eq!(devices(machine), DEVICES);
-    // The state is also reported as a warning, so that a reader who only asks for warnings sees it.
+    // The state `degraded` is also reported as a warning, so that a reader of the journal who only asks for warnings
+    // sees the state.
     wait_for("the state in the journal", || {
         ours(machine, &cursor).iter().find(|entry| message(entry).starts_with("degraded: ")).map(|entry| {
             let found = (&entry["PRIORITY"], &entry["MESSAGE_ID"]);
@@ -539,7 +543,7 @@ fn bad_configuration(machine: &mut Machine) {
     {
         assert_eq!(machine.property(SERVICE, property), value, "{property}");
     }
-    // Another start would fail too, so the message does not propose it.
+    // Another start of the service would fail too, so the message does not propose a start.
     assert_eq!(
         machine.complained(&["yunion-mpsctl", "list"]),
         "yunion-mpsctl: yunion-mps-daemon is not running: the service ended because the configuration is \
@@ -577,7 +581,7 @@ fn outside_the_sandbox(machine: &mut Machine) {
     wait_for("the reason", || reason().contains("/opt/pipe: can't be made: the file system").then_some(()));
     assert!(reason().contains("ReadWritePaths=/opt (systemctl edit yunion-mps-daemon)"), "{}", reason());
     assert_eq!(control_daemons(machine), Vec::<String>::new());
-    // A directory that exists is also checked before it is used.
+    // If the pipe directory exists already, the service checks that it can write there before it uses the directory.
     machine.sh(&format!("mkdir /opt/pipe; systemctl restart {SERVICE}"));
     wait_for("the reason", || reason().contains("/opt/pipe: can't be written").then_some(()));
     // The drop-in that the reason proposes makes the service ready.
@@ -587,8 +591,8 @@ fn outside_the_sandbox(machine: &mut Machine) {
     machine.sh(&format!("systemctl stop {SERVICE}; rm -r /opt/pipe"));
 }
 
-/// A device node without a driver behind it can't be opened for that reason alone, unless the sandbox forbids it
-/// first.
+/// If no driver is behind a device node, opening the node fails because of the missing driver, unless the sandbox
+/// forbids the opening first.
 fn sandboxed_devices(machine: &mut Machine) {
     serving(machine);
     machine.sh("cd /srv; mknod nvidia0 c 195 0; mknod other c 60 0; chmod 666 nvidia0 other");
@@ -617,7 +621,7 @@ fn stop(machine: &mut Machine) {
 
 fn watchdog(machine: &mut Machine) {
     serving(machine);
-    // A core dump of a debug build would fill the machine's memory, so there are none.
+    // A core dump of a debug build would fill the machine's memory, so core dumps are switched off.
     drop_in(machine, "WatchdogSec=8\nRestartSec=100ms\nLimitCORE=0");
     machine.sh(&format!("systemctl restart {SERVICE}"));
     assert_eq!(machine.property(SERVICE, "WatchdogUSec"), "8s");

@@ -23,14 +23,14 @@ pub(crate) const CHECKS: &[Check] = &[
     ("the_cluster_stops", stop),
 ];
 
-/// The checks of the group soak: Slurm's time limits are whole minutes.
+/// The checks of the group soak, which take minutes, since Slurm's time limits are whole minutes.
 pub(crate) const SOAK_CHECKS: &[Check] = &[
     ("the_cluster_starts", guide),
     ("a_job_beyond_its_time_limit_leaves_the_neighbour_alive", beyond_time_limit),
     ("the_cluster_stops", stop),
 ];
 
-/// The lines of the guide that this test does not use, each with the reason.
+/// The lines of docs/slurm.md that these tests do not use, each with the reason.
 const ELSEWHERE: [(&str, &str); 2] = [
     ("scontrol update NodeName=node1 State=DRAIN Reason=\"new driver\"", "the node has another name"),
     ("yunion-mpsctl drain --all --wait", "readme::CHECKS run it"),
@@ -39,7 +39,7 @@ const ELSEWHERE: [(&str, &str); 2] = [
 const JOBS: &str = "/srv/jobs";
 const TYPE: &str = "h200_sxm_141gb.35gb";
 
-/// The indented lines of the guide, from a line that begins with `from` to a line that ends with `to`.
+/// The indented lines of docs/slurm.md, from a line that begins with `from` to a line that ends with `to`.
 fn lines(from: &str, to: &str) -> String {
     let guide = fs::read_to_string(Path::new(env!("CARGO_MANIFEST_DIR")).join("docs/slurm.md")).unwrap();
     let indented = guide.lines().filter_map(|line| line.strip_prefix("    ")).map(str::trim);
@@ -49,12 +49,12 @@ fn lines(from: &str, to: &str) -> String {
     lines[..=end].join("\n") + "\n"
 }
 
-/// The line of the guide that begins with `words`.
+/// The line of docs/slurm.md that begins with `words`.
 fn line(words: &str) -> String {
     lines(words, words)
 }
 
-/// Prepares a machine with the service, and with the parts of a Slurm cluster that the guide takes for granted.
+/// Prepares a machine with the service, and with the parts of a Slurm cluster that docs/slurm.md takes for granted.
 pub(crate) fn prepared(machine: &Machine) {
     package::installed(machine);
     new_host(machine);
@@ -65,8 +65,8 @@ pub(crate) fn prepared(machine: &Machine) {
         useradd --create-home alice
         mkdir -p /var/lib/slurm/slurmctld /var/lib/slurm/slurmd /etc/yunion /etc/slurm
         systemctl start munge");
-    // At shutdown slurmctld may stop first. If slurmctld has stopped, slurmd waits for an answer of it, so the time of slurmd
-    // to stop is limited.
+    // At shutdown slurmctld may stop before slurmd. If slurmctld has stopped, slurmd waits for an answer of it, so the time
+    // of slurmd to stop is limited.
     machine.write("/etc/systemd/system/slurmd.service.d/test.conf", "[Service]\nTimeoutStopSec=5\n");
     machine.sh("systemctl daemon-reload");
     // Slurm's plugin for the unified hierarchy of control groups refuses a kernel that also has a legacy hierarchy.
@@ -186,7 +186,7 @@ fn prolog(machine: &mut Machine) {
     assert!(elsewhere.contains("which does not belong to a job: PrologFlags=RunInJob"), "{elsewhere}");
     machine.sh(&prolog("SLURM_JOB_GPUS=1,2"));
     assert_eq!(bound(), 2);
-    // Each task of the job has one of the job's slices, and no slice of another job.
+    // Each task of a job gets one of the job's slices, and never a slice of another job.
     for (number, has) in [("1", DEVICES[1]), ("0", &*format!("{},{}", DEVICES[1], DEVICES[2]))] {
         let claim = DEVICES[number.parse::<usize>().unwrap()];
         machine.sh(&format!(
@@ -221,7 +221,7 @@ fn own_slices(machine: &mut Machine) {
 }
 
 fn cancelled(machine: &mut Machine) {
-    // The guide's batch script, and the other script that the guide calls safe.
+    // The test runs the batch script of docs/slurm.md, and the other script that docs/slurm.md calls safe.
     for script in [script(), script().replace("srun ", "exec ")] {
         batch(machine, "victim", "", &script);
         let freed = &at_work(machine, 1)[0];
@@ -284,7 +284,7 @@ fn stop(machine: &mut Machine) {
     machine.sh("systemctl stop slurmd; systemctl stop slurmctld");
 }
 
-/// The batch script of the guide.
+/// The batch script of docs/slurm.md.
 fn script() -> String {
     lines("#!/bin/sh", "python3 train.py")
 }
@@ -293,13 +293,13 @@ fn with_srun(command: &str) -> String {
     script().replace("python3 train.py", command)
 }
 
-/// Runs a command as a user of the cluster, and returns the text on stdout.
+/// Runs a command as alice, a user of the cluster, and returns the text on stdout.
 #[track_caller]
 fn alice(machine: &Machine, command: &str) -> String {
     machine.printed(&["su", "alice", "-c", &format!("cd {JOBS}; {command}")])
 }
 
-/// Submits a batch script as a user of the cluster.
+/// Submits a batch script as alice, a user of the cluster.
 fn batch(machine: &Machine, name: &str, options: &str, script: &str) {
     machine.write(&format!("{JOBS}/{name}.sh"), script);
     alice(machine, &format!("sbatch --job-name={name} --output={name}.out {options} {name}.sh"));

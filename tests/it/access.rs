@@ -15,19 +15,19 @@ use crate::support::wait::wait_for;
 
 const SLICE: &str = "00:06.0-1";
 
-/// The callers. Only root may bind control groups.
+/// The callers of the methods that give out slices. Of these callers only root may bind control groups.
 const ASKERS: [Asker; 3] = [Asker::Root, Asker::Member, Asker::Container];
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Asker {
     Root,
-    /// Another user, of the group that may read.
+    /// A user other than root, in the group that may read the service's state.
     Member,
     /// A program in a control group of its own.
     Container,
 }
 
-/// A host with the control group of a container that runs, and a second control group for the bindings that are tried.
+/// A host with the control group of a container that runs, and a second control group, which the tests try to bind.
 struct Scene {
     host: Host,
     /// The container's.
@@ -39,7 +39,7 @@ struct Scene {
 /// The answers of the methods that give out slices (the doors), each with the method and its caller.
 type Answers = BTreeMap<String, String>;
 
-/// The answer of a method: `yes`, or the name of its error and its words.
+/// The answer of a D-Bus method, which is `yes` or the name and the words of its error.
 fn answer(mut gdbus: Command, method: &str, arguments: &[&str]) -> String {
     gdbus.args(["call", "--system", "--dest", "io.yunion.Mps1", "--object-path", "/io/yunion/Mps1/Manager"]);
     let asked =
@@ -162,7 +162,7 @@ impl Scene {
         succeeded(&self.host.mpsctl(&["undrain", SLICE]));
     }
 
-    /// The slice is the container's.
+    /// The slice is bound to the container.
     fn bound_to_the_container(&self) {
         succeeded(&bind(&self.host, SLICE, &self.container, &["--label", "train-1"]));
         self.all_answer("Taken", "yes");
@@ -185,7 +185,7 @@ impl Scene {
         assert!(waited.status.success(), "{waited:?}");
     }
 
-    /// Control daemons run, and their servers do not come.
+    /// The control daemons run, but their servers can't start.
     fn without_a_server(&self) {
         self.host.plant("mps/fault/server-start-fails", "");
         self.kill_control_daemon();
@@ -193,7 +193,7 @@ impl Scene {
         self.host.clear("mps/fault/server-start-fails");
     }
 
-    /// The server has met a fatal GPU error, and a client that was hit is still there.
+    /// The server has met a fatal GPU error, and a client that the error has hit is still there.
     fn faulted(&self) {
         let stays = Client::start(&mut self.host.program_of(SLICE, &["hold", "600", "--stay"]));
         self.host.wait_until_listed(stays.id());

@@ -1,5 +1,5 @@
-//! The packages for aarch64, on a machine that is none: an emulator runs their programs, in namespaces in which the kernel knows the
-//! emulator (`tests/arm64/emulated.sh`).
+//! The packages for aarch64, on a machine that is not aarch64: an emulator runs the programs of these packages, in namespaces in
+//! which the kernel knows the emulator (`tests/arm64/emulated.sh`).
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -11,7 +11,7 @@ use crate::support::host::{EMULATED, alive, text};
 use crate::support::skip::{root_or_skip, skip};
 use crate::support::wait::wait_for;
 
-/// The tests on simulated hosts that are run again with programs for aarch64.
+/// The tests on simulated hosts that run a second time, with programs for aarch64.
 const AGAIN: [&str; 5] = [
     "serving::the_h200_is_ready_when_its_server_has_its_limits",
     "reload::more_slices",
@@ -24,7 +24,7 @@ fn source(path: &str) -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join(path)
 }
 
-/// Returns whether programs for aarch64 can run. Otherwise the test is skipped.
+/// Returns whether programs for aarch64 can run. If programs for aarch64 can't run, the test is skipped.
 fn can_run(what: &str) -> bool {
     if cfg!(target_arch = "aarch64") {
         skip(what, "this machine is aarch64");
@@ -76,10 +76,10 @@ fn deb() -> PathBuf {
     deb.clone()
 }
 
-/// A Debian for arm64, without a systemd that runs.
+/// The namespaces with an installed Debian for arm64, in which no systemd runs.
 struct Root {
     namespaces: Child,
-    /// The PID on this machine of its first process.
+    /// The PID on this machine of the first process in the namespaces.
     first: u32,
 }
 
@@ -94,7 +94,7 @@ impl Root {
         let namespaces = emulated().arg(source("tests/arm64/root.sh")).stdin(Stdio::null()).spawn().unwrap();
         let mut root = Self { namespaces, first: 0 };
         root.first = wait_for("the first process", || {
-            // The script has other children too.
+            // The script `root.sh` has other children besides `unshare`.
             let is_unshare = |pid: &u32| {
                 fs::read_to_string(format!("/proc/{pid}/comm")).is_ok_and(|name| name == "unshare\n")
             };
@@ -107,7 +107,8 @@ impl Root {
         root
     }
 
-    /// A shell script in there, with the programs of its simulated host, if there is one.
+    /// A command that runs a shell script in the Debian for arm64, with the programs of its simulated host, if it has
+    /// one.
     fn command(&self, script: &str) -> Command {
         let mut command = Command::new("nsenter");
         command.arg(format!("--target={}", self.first)).args(["--user", "--mount", "--pid", "--ipc"]);
@@ -129,7 +130,7 @@ impl Root {
         String::from_utf8(output.stdout).unwrap()
     }
 
-    /// Starts a program that stays, with its output in a file, and returns its PID in there.
+    /// Starts a program that stays, with its output in a file, and returns its PID in the Debian for arm64.
     #[track_caller]
     fn start(&self, program: &str, output: &str) -> String {
         self.sh(&format!("{program} >>{output} 2>&1 </dev/null & echo $!")).trim().to_owned()
@@ -158,7 +159,8 @@ impl Drop for Root {
 
 const DAEMON: &str = "yunion-mps-daemon --sysroot /srv/host/sysroot";
 
-/// From its installation to its purge, with a client that notices nothing of a reload and of a kill.
+/// The deb for aarch64 works from its installation to its purge, and a client notices neither a reload of the service
+/// nor a kill of the service.
 #[test]
 fn the_deb_installs_serves_and_leaves_nothing() {
     if !can_run("the deb for aarch64") {
@@ -222,7 +224,7 @@ fn the_deb_installs_serves_and_leaves_nothing() {
     wait_for("no namespace left", || (!alive(first_process)).then_some(()));
 }
 
-/// Simulated hosts whose programs are all for aarch64, and the control daemon of NVIDIA's for it.
+/// Tests hold on simulated hosts whose programs are all for aarch64, and with NVIDIA's control daemon for aarch64.
 #[test]
 fn tests_hold_with_programs_for_aarch64() {
     if !can_run("programs for aarch64") {

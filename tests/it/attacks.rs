@@ -1,5 +1,6 @@
-//! Floods of calls by a member of the group yunion-mps: each is bounded in number and time, on a bus of the test's own, and
-//! its figures are printed. In tests/e2e the unit's `MemoryMax=` ends a service that such a flood has made large.
+//! Floods of calls by a member of the group yunion-mps: each flood is bounded in number and time, uses a bus of the
+//! test's own, and its figures are printed. In tests/e2e the unit's `MemoryMax=` ends a service that such a
+//! flood has made large.
 
 use std::fs;
 use std::io::Write;
@@ -32,7 +33,7 @@ fn host() -> Host {
     host
 }
 
-/// One line of /proc/PID/status, in KiB.
+/// The value of one line of /proc/PID/status, in KiB.
 fn memory(pid: u32, line: &str) -> u64 {
     let status = fs::read_to_string(format!("/proc/{pid}/status")).unwrap();
     let line = status.lines().find_map(|found| found.strip_prefix(line)).unwrap();
@@ -50,8 +51,8 @@ fn attacker(host: &Host, kind: &str, connections: usize) -> Child {
     command.stdin(fs::File::open(program).unwrap()).stdout(Stdio::piped()).spawn().unwrap()
 }
 
-/// One attack from its beginning to its end. A control daemon that is killed meanwhile is replaced, the clients of other
-/// control daemons stay at work, and root gets answers as soon as the attack is over.
+/// One attack from its beginning to its end. A control daemon that is killed during the attack is replaced, the clients
+/// of other control daemons stay at work, and root gets answers as soon as the attack is over.
 fn attack(kind: &str, connections: usize) {
     if !root_or_skip(kind) {
         return;

@@ -1,5 +1,5 @@
-//! Obstacles on the host: the service names each with its remedy and changes nothing on the host. If an obstacle can end by
-//! itself, the GPUs are served after that.
+//! Obstacles on the host: the service names each obstacle with its remedy and changes nothing on the host. If an obstacle
+//! can end by itself, the GPUs are served after its end.
 
 use std::collections::BTreeMap;
 use std::fs;
@@ -14,7 +14,7 @@ use crate::support::host::{Host, assert_has, binaries, control_daemon, control_p
 use crate::support::skip::{root_or_skip, skip};
 use crate::support::wait::wait_for;
 
-/// Every file and directory below, with what would show a change.
+/// Every file and directory below `root`, with its modification time and its length, which would show a change.
 fn tree(root: &Path) -> BTreeMap<PathBuf, (i64, i64, u64)> {
     let mut found = BTreeMap::new();
     let mut left = vec![root.to_owned()];
@@ -31,7 +31,7 @@ fn tree(root: &Path) -> BTreeMap<PathBuf, (i64, i64, u64)> {
     found
 }
 
-/// A configuration that is wrong: `--check` and a start of the service report the same mistake and exit with 78, and nothing
+/// If the configuration is wrong, `--check` and a start of the service report the same mistake and exit with 78, and nothing
 /// has changed on the host.
 fn refused(mut host: Host, message: &str) {
     let before = tree(&host.path(""));
@@ -69,7 +69,8 @@ fn a_by_path_link() {
     refused_path("tesla-p40", link, &format!("{link:?} {remedy}"));
 }
 
-/// The control daemon would make a FIFO there, and write no log with a directory in its place.
+/// The control daemon makes a FIFO at the path of this log directory, and would write no log if a directory took the
+/// place of the FIFO.
 #[test]
 fn a_log_directory_in_the_place_of_the_fifo() {
     let host = Host::new("tesla-p40");
@@ -81,7 +82,7 @@ fn a_log_directory_in_the_place_of_the_fifo() {
     );
 }
 
-/// A path that no GPU has is reported in all answers; the service waits for such a GPU.
+/// A path that no GPU has is reported in all answers of the service; the service waits for a GPU with this path.
 #[test]
 fn a_node_that_does_not_exist() {
     let mut host = Host::new("tesla-p40");
@@ -93,10 +94,11 @@ fn a_node_that_does_not_exist() {
     assert!(text(&checked).contains(&format!("error: {message}")), "{}", text(&checked));
     host.start();
     host.wait_for_failure(message);
-    // An empty list would make the platform delete its devices, so the answer is an error.
+    // An empty list of slices would make the platform delete its devices, so the answer is an error.
     let refused = host.call("Manager.ListDevices");
     assert!(text(&refused).contains("io.yunion.Mps1.Error.NotReady"), "{}", text(&refused));
-    // The entry still counts, so the GPU without an entry is not served instead: another user may need it.
+    // The entry of a GPU that does not exist still counts, so the service does not serve the GPU without an entry
+    // instead: another user may need that GPU.
     assert_eq!(host.compute_mode(0), "Default");
     host.devices(&["path: /dev/dri/renderD128, type: NVIDIA_MPS, virtual_number: 4"]);
     assert!(host.call("Control.Reload").status.success());
@@ -155,8 +157,8 @@ fn names_of_the_third(host: &Host) -> Vec<String> {
     vec!["/dev/dri/renderD131".to_owned(), value("pci"), value("uuid"), "/dev/nvidia3".to_owned()]
 }
 
-/// One of eight GPUs is missing when the service starts: the seven are served, the state names the entry, other changes can be
-/// made, a typing error is reported, and the GPU is served when it is back.
+/// One of eight GPUs is missing when the service starts: the other seven GPUs are served, the state names the entry of the
+/// missing GPU, other changes can be made, a typing error is reported, and the missing GPU is served when it is back.
 #[test]
 fn a_gpu_that_has_gone_before_the_start() {
     for which in 0..4 {
@@ -200,8 +202,8 @@ fn a_gpu_that_has_gone_before_the_start() {
     }
 }
 
-/// One of eight GPUs is lost while it is served: its slices stay listed as unhealthy, even after a reload, and jobs on the
-/// other GPUs go on. After a restart the seven are served.
+/// One of eight GPUs is lost while it is served: the slices of the lost GPU stay listed as unhealthy, even after a reload,
+/// and jobs on the other GPUs go on. After a restart of the service the other seven GPUs are served.
 #[test]
 fn a_gpu_that_goes_while_it_is_served() {
     let mut host = Host::new("h200x8");
@@ -307,7 +309,8 @@ fn a_file_of_proc_as_configuration() {
     }
 }
 
-/// Far more entries than a host can have GPUs are one mistake and not thousands.
+/// If the device file has far more entries than a host can have GPUs, the service reports one mistake and not
+/// thousands.
 #[test]
 fn a_device_file_of_fifteen_thousand_entries() {
     let host = Host::new("tesla-p40");
@@ -338,7 +341,8 @@ fn a_state_file_that_is_no_file() {
         let status = host.wait_for_state("ready");
         let state_file = host.path("run/state.json");
         assert!(fs::read_to_string(&state_file).unwrap().contains(&control_pid(&status).to_string()));
-        // The same happens while the service runs: its next check writes the file again.
+        // If a directory or a FIFO replaces the state file while the service runs, the next check of the service writes
+        // the state file again.
         fs::remove_file(&state_file).unwrap();
         make(&host.path("run/state.json"));
         assert!(host.call("Control.Reload").status.success());
@@ -366,8 +370,8 @@ fn a_check_of_what_is_right_changes_nothing() {
     host.nothing_runs();
 }
 
-/// A pipe directory in which another user can write is not used, and nothing is started. When that directory is removed, the
-/// GPUs are served.
+/// The service does not use a pipe directory in which another user can write, and starts no control daemon. When that pipe
+/// directory is removed, the GPUs are served.
 fn refused_pipe_directory(make: impl FnOnce(&Path), reason: &str) {
     let mut host = Host::new("tesla-p40");
     let pipe = host.path("mps/pipe");
@@ -423,13 +427,13 @@ fn host_with_program(board: &str, text: &str, mode: u32) -> Host {
     host
 }
 
-/// Replaces the unusable program by the real one.
+/// Replaces the unusable program of the control daemon by a link to the simulator's program.
 fn install_program(host: &Host) {
     let link = host.path("bin/nvidia-cuda-mps-control");
     symlink(binaries().join("nvidia-cuda-mps-control"), link).unwrap();
 }
 
-/// Stopping needs no working program.
+/// The service can be stopped without a working program of the control daemon.
 fn stops(mut host: Host) {
     assert_eq!(host.stop().code(), Some(0));
     host.nothing_runs();
@@ -463,7 +467,8 @@ fn a_program_that_is_not_executable() {
     stops(host);
 }
 
-/// A program that isn't the control daemon's is named, and not taken for a control daemon.
+/// If the file in the place of the control daemon's program is another program, the service names the file, and does
+/// not take the program for a control daemon.
 #[test]
 fn a_program_that_prints_garbage() {
     let mut host =
@@ -485,7 +490,7 @@ fn a_program_that_hangs() {
     stops(host);
 }
 
-/// A front end that finds no control daemon, with the words of the real one.
+/// A front end that finds no control daemon, with the words of the real front end.
 const NOBODY: &str = "echo 'Cannot find MPS control daemon process' >&2; exit 1";
 
 #[test]
@@ -517,7 +522,7 @@ fn a_control_daemon_that_dies_at_once() {
     host.start();
     let reason = "the control daemon ended (exit status: 3); its log ends: no luck today";
     host.wait_for_failure(reason);
-    // The service tries the start again and again, and the reason of the failure stays in the status.
+    // The service tries to start the control daemon again and again, and the reason of the failure stays in the status.
     let status =
         host.wait_for_status("a third start", |status| control_daemon(status)["starts"].as_u64() >= Some(3));
     assert_eq!(control_daemon(&status)["reason"], reason);
@@ -553,7 +558,7 @@ fn an_nvml_that_is_not_there_and_comes() {
     fs::remove_file(&library).unwrap();
     host.start();
     host.wait_for_failure("no NVIDIA driver: libnvidia-ml.so.1");
-    // The driver of NVIDIA's GPU operator is in a container, so the message names the operator.
+    // The driver of NVIDIA's GPU operator is in a container, so the message names the GPU operator.
     host.plant(
         "sysroot/proc/driver/nvidia/version",
         "NVRM version: NVIDIA UNIX x86_64 Kernel Module  535.86.10  Wed\n",
@@ -566,7 +571,8 @@ fn an_nvml_that_is_not_there_and_comes() {
     let root = host.path("sysroot").display().to_string();
     let doctor = text(&host.mpsctl(&["doctor", "--sysroot", &root]));
     assert!(doctor.contains("driver-unusable") && doctor.contains("driver.enabled=false"), "{doctor}");
-    // The service knows no GPU yet. An empty list would make the platform delete its devices, so the answer is an error.
+    // The service knows no GPU yet. An empty list of slices would make the platform delete its devices, so the answer is
+    // an error.
     let refused = host.call("Manager.ListDevices");
     assert!(text(&refused).contains("io.yunion.Mps1.Error.NotReady"), "{}", text(&refused));
     symlink(target, library).unwrap();
@@ -592,7 +598,7 @@ fn drop_function(host: &Host, function: &str) {
     assert!(dropped.status.success(), "{}", text(&dropped));
 }
 
-/// An NVML of another version lacks some function: for any of them, there is an error message.
+/// If an NVML of another version lacks any one function that the service needs, the service has an error message.
 #[test]
 fn an_nvml_that_lacks_any_one_function() {
     for function in [
@@ -622,8 +628,8 @@ fn an_nvml_that_lacks_any_one_function() {
     }
 }
 
-/// Functions of NVML that the service needs only while it serves: the state says what can't be read, and the service can
-/// still be stopped.
+/// If NVML lacks a function that the service needs only while it serves, the state says what can't be read, and the
+/// service can still be stopped.
 #[test]
 fn an_nvml_that_cannot_set_the_compute_mode() {
     for function in ["nvmlDeviceSetComputeMode", "nvmlDeviceGetHandleByUUID"] {
@@ -690,14 +696,14 @@ fn a_gpu_that_is_lost() {
     one_out_of_eight(&[("gpus/3/lost", "")], "lost");
 }
 
-/// NVML never answers a question about this GPU.
+/// NVML never answers a question about one of the eight GPUs.
 #[test]
 fn a_gpu_that_hangs() {
     one_out_of_eight(&[("gpus/3/hangs", "")], "NVML did not answer within 10 s");
 }
 
-/// Without nvidia-persistenced the driver wakes one GPU after the other, which takes longer than the longest wait for a look.
-/// The driver stays open meanwhile, and the late answer counts.
+/// Without nvidia-persistenced the driver wakes one GPU after the other, which takes longer than the service waits for an
+/// answer of NVML. The service keeps the driver open while the GPUs wake, and the late answer counts.
 #[test]
 fn gpus_that_sleep_are_served_when_all_are_awake() {
     let mut host = Host::new("h200x8");

@@ -1,4 +1,5 @@
-//! Control groups that are bound to slices: by an agent, before its containers start or right after, and by a runtime's hook.
+//! Control groups that are bound to slices: by a host agent, before or right after its containers start, and by a hook of the
+//! container runtime.
 
 use std::fs::{self, File};
 use std::io::Write;
@@ -19,7 +20,7 @@ const FIRST: &str = "00:06.0-0";
 const OWN: &str = "00:06.0-1";
 const NEIGHBOURS: &str = "00:06.0-2";
 
-/// A host that serves, and two containers' control groups. None where no control group can be made.
+/// A host that serves, and two containers' control groups. None if the test can't make control groups on this machine.
 pub(crate) fn with_containers(test: &str, lines: &str) -> Option<(Host, [ContainerGroup; 2])> {
     on_board("h200", test, lines)
 }
@@ -39,7 +40,7 @@ fn on_board(board: &str, test: &str, lines: &str) -> Option<(Host, [ContainerGro
     Some((host, [one, other]))
 }
 
-/// The path of a control group, as the kernel has it.
+/// The path of a control group below the root of the hierarchy, as the kernel gives it.
 pub(crate) fn path(group: &ContainerGroup) -> String {
     let mounts = ["/sys/fs/cgroup/systemd", "/sys/fs/cgroup"];
     let below = mounts.iter().find_map(|mount| group.directory.strip_prefix(mount).ok()).unwrap();
@@ -119,7 +120,8 @@ fn the_processes_of_a_bound_control_group_have_its_slices() {
         assert_eq!(known(&host, client), has(OWN, "train-1"));
     }
 
-    // The slice of this client is not known and may be the one that is to be released, so the request is refused.
+    // The slice of the client `stranger` is not known and may be the slice whose clients are to be ended, so the
+    // request is refused.
     refused(&host.mpsctl(&["terminate", "--device", NEIGHBOURS]), &format!("PID {}", stranger.id()));
     assert!(clients.iter().all(|client| alive(client.id())));
     succeeded(&host.mpsctl(&["unbind", "--control-group", &path(&group)]));
@@ -163,7 +165,8 @@ fn a_tenant_in_a_bound_control_group_changes_nobodys_slice() {
     succeeded(&bind(&host, OWN, &group, &["--label", "tenant"]));
     succeeded(&bind(&host, NEIGHBOURS, &other, &["--label", "neighbour"]));
     let directory = host.path("mps/pipe/slices").join(NEIGHBOURS.replace(':', "_"));
-    // In namespaces of its own, a program has another user and other mounts. The program must still be the same tenant.
+    // In namespaces of its own, a program has another user and other mounts. The service must still count the program
+    // to the same tenant.
     let namespaces =
         [&["--mount"][..], &["--user", "--map-root-user", "--mount", "--cgroup", "--pid", "--fork"]];
     for (options, below) in namespaces.into_iter().zip(["", "init/deeper"]) {
@@ -188,7 +191,7 @@ fn a_tenant_in_a_bound_control_group_changes_nobodys_slice() {
     }
 }
 
-/// Each refusal names its reason, and nothing is bound.
+/// Each refusal of a request to bind names its reason, and nothing is bound.
 #[test]
 fn what_is_drained_taken_or_shared_is_refused() {
     let Some((host, [group, other])) = with_containers("what_is_drained_taken_or_shared_is_refused", "")
@@ -209,7 +212,7 @@ fn what_is_drained_taken_or_shared_is_refused() {
     refused(&host.mpsctl(&["bind", FIRST, "--control-group", "/no-such-group"]), "there is none");
     refused(&host.mpsctl(&["bind", FIRST, "--pid", "4194305"]), "there is no such process");
     refused(&host.mpsctl(&["unbind", "--control-group", &path(&other)]), "is not bound");
-    // A program without yunion-mpsctl makes the call as busctl does.
+    // A program that does not use yunion-mpsctl calls the method Bind as busctl does.
     let call = |arguments: &[&str]| {
         let object = [
             "--system",
@@ -231,8 +234,8 @@ fn what_is_drained_taken_or_shared_is_refused() {
     assert_eq!(bound_to(&host, FIRST), "job 17");
 }
 
-/// A GPU that leaves the configuration stays with its control daemon until the last job there has ended, and so does the slice of
-/// a bound job.
+/// A GPU that leaves the configuration stays with its control daemon until the last job on the GPU has ended, and so does the
+/// slice of a bound job.
 #[test]
 fn a_bound_job_keeps_its_slice_when_its_gpu_leaves_the_configuration() {
     let test = "a_bound_job_keeps_its_slice_when_its_gpu_leaves_the_configuration";
@@ -251,7 +254,7 @@ fn a_bound_job_keeps_its_slice_when_its_gpu_leaves_the_configuration() {
     host.reload();
     assert_eq!(host.list().len(), 4);
     assert_eq!(known(&host, &job), has(&slice, "job 7"));
-    // The next service has no plan with this GPU.
+    // The service that starts next has no plan with the GPU that has left the configuration.
     host.signal(Signal::KILL);
     host.ended();
     host.start();
@@ -261,7 +264,8 @@ fn a_bound_job_keeps_its_slice_when_its_gpu_leaves_the_configuration() {
     assert_eq!(known(&host, &job), has(&slice, "job 7"));
 }
 
-/// The name of a GPU means its lowest free slice. The binding ends when its control group is removed, without any request.
+/// A request to bind that names a GPU gets the lowest free slice of this GPU. A binding ends when its control group is
+/// removed, without any request.
 #[test]
 fn a_binding_ends_with_its_control_group() {
     let Some((host, [one, other])) = with_containers("a_binding_ends_with_its_control_group", "") else {
@@ -280,8 +284,9 @@ fn a_binding_ends_with_its_control_group() {
     assert_eq!(bound(&other), NEIGHBOURS);
 }
 
-/// A container that has ended may leave an empty control group for a while. The next container gets the slice at once
-/// nevertheless. The slice of a control group that waits for its first process is not given away.
+/// A container that has ended may leave an empty control group for a while. The next container gets the slice of this
+/// empty control group at once nevertheless. The slice of a control group that waits for its first process is not given
+/// away.
 #[test]
 fn an_empty_control_group_that_had_its_program_gives_its_slice_away() {
     let test = "an_empty_control_group_that_had_its_program_gives_its_slice_away";
@@ -303,7 +308,7 @@ fn a_budget_holds_for_a_bound_control_group() {
     else {
         return;
     };
-    // An agent may bind the control group only after the first client has started.
+    // A host agent may bind a control group as late as after the start of its first client.
     let old = client(&host, &group.directory, &["hold", "600", "--mib", "20000"], NEIGHBOURS);
     succeeded(&host.mpsctl(&["bind", OWN, "--pid", &old.id().to_string(), "--label", "train-1"]));
     let claims = client(&host, &other.directory, &["hold", "600", "--mib", "20000"], OWN);
@@ -323,7 +328,7 @@ impl Waits {
         Self(waits)
     }
 
-    /// Starts a hook as a runtime does.
+    /// Starts a hook as a container runtime does.
     fn start(&self, hook: &mut Command, id: &str) -> Child {
         let (namespace, pod) = id.split_once('/').unwrap_or_default();
         let annotations = json!({
@@ -342,8 +347,8 @@ impl Waits {
     }
 }
 
-/// A hook of the container runtime binds the container under its id. If the service refuses, the runtime's error has the
-/// reason.
+/// A hook of the container runtime binds the container under its id. If the service refuses the binding, the error of
+/// the container runtime has the reason.
 #[test]
 fn a_runtime_binds_by_its_hook() {
     let Some((host, [group, other])) = with_containers("a_runtime_binds_by_its_hook", "") else { return };
@@ -360,8 +365,8 @@ fn a_runtime_binds_by_its_hook() {
         let said = waits.start(hook.args(&arguments[1..]), id).wait_with_output().unwrap();
         (waits, said)
     };
-    // If the container runtime runs without root, the hook lets the container start unbound. The service then knows its slice
-    // in another way.
+    // If the container runtime runs without root, the hook lets the container start unbound. The service knows the slice of
+    // such an unbound container in another way.
     let mut of_a_user = host.command("unshare");
     of_a_user.args(["--user", "--map-root-user"]).arg(hook["path"].as_str().unwrap()).args(&arguments[1..]);
     let said = of_a_user.stdin(Stdio::null()).output().unwrap();
@@ -372,7 +377,7 @@ fn a_runtime_binds_by_its_hook() {
     assert_eq!(bound_to(&host, OWN), "c-1");
     refused(&run(&other, "c-2").1, &format!("{OWN} is taken by c-1"));
     succeeded(&host.mpsctl(&["unbind", "--control-group", &path(&group)]));
-    // These names are as long as Kubernetes allows.
+    // The names of the namespace and of the pod are as long as Kubernetes allows.
     let pod = format!("{}/{}", "n".repeat(63), "p".repeat(253));
     succeeded(&run(&group, &pod).1);
     assert_eq!(bound_to(&host, OWN), format!("{pod}/main"));

@@ -1,5 +1,5 @@
-//! The budgets of slices: tenants who exceed one are reported with names, and ended if that is configured; other clients notice
-//! nothing.
+//! The budgets of slices: tenants who exceed the budget of their slice are reported with names, and their clients are ended if
+//! this is configured; other clients notice nothing.
 
 use std::fs;
 use std::process::Stdio;
@@ -82,7 +82,7 @@ fn wait_for_event(host: &Host, words: &str) -> String {
     wait_for(words, || events_with(host, words).pop())
 }
 
-/// The number of looks at the budgets.
+/// The number of looks at the budgets that the service has logged.
 fn looks(host: &Host) -> usize {
     host.log().matches("are counted").count()
 }
@@ -101,7 +101,7 @@ fn serving(lines: &str) -> Host {
     host
 }
 
-/// If NVML does not give the list of clients, the slice is not published as one without clients.
+/// If NVML does not give the list of clients, the service does not publish the slice as a slice without clients.
 #[test]
 fn clients_that_nvml_does_not_list_are_not_counted_as_none() {
     let host = Host::serving("h200");
@@ -267,7 +267,8 @@ fn nobody_is_ended_again_without_new_work() {
     assert_eq!(host.stop().code(), Some(0));
 }
 
-/// Waits for enough looks to end a client, and makes sure that no client was ended.
+/// Waits until the service has looked at the budgets often enough to end a client, and makes sure that no client was
+/// ended.
 fn nobody_was_ended(host: &Host, clients: &[&Client]) {
     let before = looks(host);
     wait_for("more looks", || (looks(host) > before + 4).then_some(()));
@@ -275,8 +276,8 @@ fn nobody_was_ended(host: &Host, clients: &[&Client]) {
     assert!(clients.iter().all(|client| alive(client.id())));
 }
 
-/// An older program on the host claims a tenant's slice. The client of that program counts for the slice, and causes no end
-/// of other clients.
+/// An older program on the host claims a tenant's slice in its environment. The client of that program counts for the
+/// slice, but no other client is ended because of this program.
 #[test]
 fn a_claim_in_the_environment_ends_nobody() {
     if !root_or_skip("a_claim_in_the_environment_ends_nobody") {
@@ -285,7 +286,8 @@ fn a_claim_in_the_environment_ends_nobody() {
     let mut host = serving("cuda_mps_overuse: terminate");
     let forged = holding(&host, SLICE, 20_000, &[]);
     let container = Container::new(&host, SLICE);
-    // The environment of this client claims the neighbour's slice. The mount of its container is stronger.
+    // The environment of this client claims the neighbour's slice. The slice whose directory is mounted in the client's
+    // container counts more than the environment.
     let tenant = container.claiming(&host, NEIGHBOUR, 20_000, &[]);
     // A client is listed before it has allocated its memory, so the test waits for the memory too.
     wait_for_device(&host, SLICE, "both clients with their memory", |device| {
@@ -320,8 +322,8 @@ fn a_slice_in_two_containers_ends_nobody() {
 
 const ENTRY: &str = "path: /dev/dri/renderD128, type: NVIDIA_MPS, virtual_number: 4";
 
-/// A reload ends no client: clients that were there before stay, and are reported. For clients that come later the new budget
-/// counts.
+/// A reload ends no client: clients that were there before stay, and are reported. For clients that come after the reload the
+/// new budget counts.
 #[test]
 fn a_reload_ends_nobody() {
     if !root_or_skip("a_reload_ends_nobody") {
@@ -372,8 +374,8 @@ fn a_restart_of_the_service_ends_nobody() {
     assert_eq!(host.stop().code(), Some(0));
 }
 
-/// The service tries again to end such a client, after longer and longer pauses, and ends the next newest client in its
-/// place.
+/// The service tries again to end a client that a debugger holds, after longer and longer pauses, and ends the next
+/// newest client in its place.
 #[test]
 fn a_client_that_a_debugger_holds_is_told_and_left_alone() {
     if !root_or_skip("a_client_that_a_debugger_holds_is_told_and_left_alone") {
@@ -435,7 +437,8 @@ fn one_client_of_each_slice_wakes_nobody() {
     for slice in [SLICE, NEIGHBOUR] {
         wait_for_device(&host, slice, "its client", |device| device["clients"] == 1);
     }
-    // A new client causes a second look a little later. So the test waits until 5 s pass between two looks.
+    // A new client causes a second look of the service at the GPU a little later. So the test waits until 5 s pass
+    // between two looks at the GPU.
     let mut before = looks(&host);
     let calm = wait_for("a calm time", || {
         let begun = Instant::now();

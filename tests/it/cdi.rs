@@ -33,12 +33,13 @@ fn devices(spec: &Value) -> Vec<&str> {
     spec["devices"].as_array().unwrap().iter().map(|device| device["name"].as_str().unwrap()).collect()
 }
 
-/// The devices of these slices: each with its settings, and with its hook alone.
+/// The CDI devices of these slices: for each slice, a device with the settings of the slice, and a device with only the
+/// hook.
 fn devices_of(slices: &[String]) -> Vec<String> {
     slices.iter().flat_map(|slice| [slice.clone(), format!("bind-{slice}")]).collect()
 }
 
-/// Waits until the spec has the devices of these slices and no others.
+/// Waits until the spec has the CDI devices of these slices and no other devices.
 fn wait_for_devices(host: &Host, slices: &[String]) {
     wait_for("the devices in the spec", || (devices(&spec(host)?) == devices_of(slices)).then_some(()));
 }
@@ -66,7 +67,7 @@ fn complaints(spec: &Value) -> String {
     if output.status.success() { String::new() } else { text(&output) }
 }
 
-/// The rules that the schema can't express.
+/// Fails if the CDI spec violates a rule that its JSON schema can't express.
 fn assert_makes_sense(host: &Host, spec: &Value) {
     let names = devices(spec);
     assert_eq!(names.iter().collect::<BTreeSet<_>>().len(), names.len(), "{names:?}");
@@ -76,11 +77,12 @@ fn assert_makes_sense(host: &Host, spec: &Value) {
         let edits = &device["containerEdits"];
         let environment = edits["env"].as_array().unwrap().iter().map(|one| one.as_str().unwrap());
         let environment: BTreeMap<&str, &str> = environment.map(|one| one.split_once('=').unwrap()).collect();
-        // The environment is that of `yunion-mpsctl env`, without the variables for NVIDIA's runtime.
+        // The environment of the CDI device is that of `yunion-mpsctl env`, without the variables for NVIDIA's runtime.
         let name = device["name"].as_str().unwrap();
         let asked = host.mpsctl(&["env", name, "--format", "json"]);
         let asked: Value = serde_json::from_slice(&asked.stdout).unwrap();
-        // Each device mounts the directory of its slice at a path of its own, since a container may have several devices.
+        // Each CDI device mounts the directory of its slice at a path of its own, since a container may have several
+        // devices.
         let own = format!("/run/yunion-mps-{}", name.replace(':', "_"));
         let placed = |place: &'_ Value| match place.as_str().unwrap() {
             "/run/yunion-mps" => own.clone(),
@@ -159,7 +161,8 @@ fn the_validator_can_complain() {
     }
 }
 
-/// A reload changes the spec, leaves the file alone if nothing has changed, and moves or removes it.
+/// A reload changes the CDI spec as the configuration says, leaves its file alone if nothing has changed, and moves or
+/// removes the file.
 #[test]
 fn the_spec_follows_the_configuration() {
     let mut host = host("tesla-p40");
@@ -195,7 +198,8 @@ fn the_spec_follows_the_configuration() {
     assert_eq!(host.stop().code(), Some(0));
 }
 
-/// An engine tries once. So the slice stays in the CDI spec, and its hook waits for the slice.
+/// An engine tries once. So a slice that is not served stays in the CDI spec, and the hook waits until the slice is
+/// served.
 #[test]
 fn a_slice_that_is_not_served_stays_in_the_spec() {
     let mut host = host("tesla-p40");
@@ -213,8 +217,8 @@ fn a_slice_that_is_not_served_stays_in_the_spec() {
     assert_eq!(host.stop().code(), Some(0));
 }
 
-/// A service that was killed leaves the file, which is still correct. The next service finds it even if another directory is
-/// configured.
+/// A service that was killed leaves the CDI spec, which is still correct. The next service finds this spec even if another
+/// directory is configured.
 #[test]
 fn a_crash_leaves_no_stale_spec_behind() {
     let mut host = host("tesla-p40");
@@ -262,7 +266,8 @@ fn a_start_offers_the_slices_that_are_planned() {
     host.wait_for_state("ready");
 }
 
-/// Without the spec, GPUs are served and the state has a message. The service tries to write the spec again.
+/// If the CDI spec can't be written, GPUs are served and the state has a message. The service tries to write the CDI
+/// spec again.
 #[test]
 fn a_spec_that_cannot_be_written_degrades() {
     let mut host = host("h200");
@@ -286,7 +291,7 @@ fn a_spec_that_cannot_be_written_degrades() {
     assert_eq!(host.stop().code(), Some(0));
 }
 
-/// The commands of the documentation.
+/// The commands of docs/cdi.md find the GPU of a slice.
 #[test]
 fn the_documented_command_finds_the_gpu_of_a_slice() {
     let documentation = fs::read_to_string(concat!(env!("CARGO_MANIFEST_DIR"), "/docs/cdi.md")).unwrap();

@@ -23,7 +23,7 @@ fn document(host: &Host) -> Value {
     serde_json::from_str(&said).unwrap()
 }
 
-/// Kind, subject, from, to and when of each difference.
+/// The fields kind, subject, from, to and when of each difference that `yunion-mpsctl check` reports.
 fn differences(host: &Host) -> Vec<[String; 5]> {
     let document = document(host);
     assert_eq!(document["not_compared"], Value::Null, "{document:#}");
@@ -39,7 +39,7 @@ fn differences(host: &Host) -> Vec<[String; 5]> {
 }
 
 /// A control daemon that was about to end serves again with its clients when the change is taken back, so the next change
-/// does not concern them.
+/// does not concern this control daemon and its clients.
 #[test]
 fn a_change_that_was_taken_back_is_in_force() {
     let mut host = Host::serving("h200");
@@ -61,7 +61,7 @@ fn a_change_that_was_taken_back_is_in_force() {
     assert_eq!(host.stop().code(), Some(0));
 }
 
-/// A GPU that falls off its bus can hold a question for ever.
+/// If a GPU falls off its bus, NVML may never answer a question.
 #[test]
 fn a_driver_that_hangs_is_told() {
     let host = Host::new("h200");
@@ -77,7 +77,7 @@ fn without_a_daemon_it_says_what_would_be() {
     let host = Host::new("h200");
     let (status, said) = check(&host, &[]);
     assert_eq!(status, Some(0), "{said}");
-    // `yunion-mps-daemon --check` prints the same text.
+    // `yunion-mps-daemon --check` prints the same text as `yunion-mpsctl check`.
     assert_eq!(said, text(&host.check()));
     assert!(said.ends_with("\nNothing to compare with: yunion-mps-daemon is not running\n"), "{said}");
     let document = document(&host);
@@ -177,7 +177,7 @@ fn a_gpu_that_goes_takes_the_control_daemon_with_it() {
     assert_eq!(host.stop().code(), Some(0));
 }
 
-/// The present host agent reads the same files, and some mistakes in them end the agent or break its containers.
+/// The present host agent reads the same files, and some mistakes in these files end the agent or break its containers.
 #[test]
 fn what_stops_the_host_agent_is_told_everywhere() {
     let mut host = Host::new("h200");
@@ -272,7 +272,7 @@ fn the_file_that_the_service_reads_is_looked_at() {
     assert!(daemon.wait().unwrap().success());
 }
 
-/// If no file is read at all, the message names the file in which the keys belong.
+/// If the service reads no configuration file at all, the message names the file in which the keys belong.
 #[test]
 fn a_configuration_that_is_gone_has_a_name() {
     let mut host = Host::serving("h200");

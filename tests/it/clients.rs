@@ -1,5 +1,5 @@
-//! The programs that use the GPUs, with MPS or without: `yunion-mpsctl clients`, `yunion-mpsctl metrics`, and the state of
-//! the service.
+//! The programs that use the GPUs, with MPS or without MPS, in the output of `yunion-mpsctl clients` and
+//! `yunion-mpsctl metrics`, and in the state of the service.
 
 use std::collections::BTreeMap;
 use std::fs;
@@ -101,7 +101,7 @@ fn clients_are_shown_with_their_users_and_slices() {
     assert_eq!(host.stop().code(), Some(0));
 }
 
-/// A container has a short id in the table and all of it in JSON.
+/// `yunion-mpsctl clients` shows the short id of a container in the table, and the whole id in JSON.
 #[test]
 fn clients_are_shown_with_their_containers() {
     let mut host = Host::serving("h200");
@@ -175,8 +175,8 @@ fn a_name_makes_nobody_a_client() {
 }
 
 /// A program starts without MPS after another program has changed the compute mode: the state says so, clients that are
-/// served lose nothing, and the message ends with the program. A reload does not take the GPU from its clients because of
-/// that program.
+/// served lose nothing, and the message disappears when the program has ended. A reload does not take the GPU from its
+/// clients because of that program.
 #[test]
 fn a_bypass_is_told_and_nobody_loses_anything() {
     let mut host = Host::serving("h200");
@@ -219,7 +219,7 @@ fn a_bypass_is_told_and_nobody_loses_anything() {
     assert_eq!(of_gpu(&samples, "yunion_mps_gpu_clients"), 1.0);
     assert_eq!(samples["yunion_mps_service_state{state=degraded}"], 1.0);
 
-    // The next service takes the control daemon over, and finds the program without MPS again.
+    // The service that starts next takes the control daemon over, and finds the program without MPS again.
     signal_pid(host.pid(), Signal::KILL);
     host.ended();
     host.start();
@@ -239,7 +239,8 @@ fn a_bypass_is_told_and_nobody_loses_anything() {
     assert_eq!(host.stop().code(), Some(0));
 }
 
-/// A program that only draws is no bypass. A client that starts or ends at the moment of a look is no bypass either.
+/// A program that uses the GPU only to draw counts as no bypass of MPS. A client that starts or ends at the moment of a
+/// look is no bypass either.
 #[test]
 fn drawing_coming_and_going_is_no_bypass() {
     let mut host = Host::serving("h200");
@@ -289,7 +290,7 @@ fn a_bypass_that_keeps_the_next_server_out_is_the_reason() {
         assert_eq!((&device["healthy"], &device["reason"]), (&json!(false), &json!(blamed)));
     }
     wait_for("the table", || {
-        // The command fails while the service tries to start the next control daemon.
+        // The command `yunion-mpsctl clients` may fail while the service tries to start the next control daemon.
         let output = host.mpsctl(&["clients"]);
         let table = text(&output);
         let row = find_row(&table, program.id()).filter(|_| output.status.success())?;
@@ -353,8 +354,8 @@ fn metrics_are_what_the_bus_says() {
         listed_client(&host, "00:06.0-1"),
         listed_client(&host, "00:06.0"),
     ];
-    // Callers within a second share one look at the clients. The slices and the GPUs are two answers of the service, and a
-    // look may end between them.
+    // Callers within a second share one look at the clients. The service gives the slices and the GPUs in two answers, and
+    // a look at the clients may end between the two answers.
     let exposition = wait_for("a look", || {
         let exposition = succeeded(&host.mpsctl(&["metrics"]));
         let samples = samples_of(&exposition);
@@ -477,7 +478,8 @@ fn clients_of_a_control_daemon_that_is_on_its_way_out_are_listed() {
     let host = Host::serving("h200");
     let client = listed_client(&host, "00:06.0-1");
     let before = control_pid(&host.json(&["status"]).unwrap());
-    // With a control daemon for each GPU, the pipe directory changes. The change waits for the last client.
+    // With a control daemon for each GPU, the pipe directory changes. The change of the pipe directory waits for the
+    // last client.
     host.configure("cuda_mps_topology: per_gpu");
     host.reload();
     wait_for("its way out", || {
@@ -488,8 +490,9 @@ fn clients_of_a_control_daemon_that_is_on_its_way_out_are_listed() {
     assert!(host.listed(client.id()).is_some(), "{:?}", host.clients());
 }
 
-/// Today's host agent mounts the pipe directory and names no slice. Such clients and their memory count for the GPU. A client
-/// that connects through a slice's directory has that slice, even if no variable names it.
+/// Today's host agent mounts the pipe directory and names no slice. Clients that connect through the pipe directory, and
+/// their memory, count for the GPU and for no slice. A client that connects through a slice's directory has that slice, even
+/// if no variable names it.
 #[test]
 fn clients_without_a_slice_count_for_their_gpu() {
     let host = Host::serving("h200");
@@ -525,8 +528,8 @@ fn clients_without_a_slice_count_for_their_gpu() {
 #[test]
 fn clients_before_volta_are_counted_by_the_control_daemon() {
     let host = Host::serving("tesla-p40");
-    // Before Volta, the service counts the clients at its health check. A reload makes it check now, and not after half a
-    // minute.
+    // Before Volta, the service counts the clients at its health check. A reload makes the service check now, and not
+    // after half a minute.
     host.reload();
     let gpu = || host.json(&["list", "--gpus"]).unwrap()[0].clone();
     let clients = |number: u32| move |gpu: &Value| gpu["clients"] == number;
@@ -606,8 +609,8 @@ fn a_planned_wait_is_no_failure() {
     };
     let table = said(&["clients"], " serves 2 clients");
     assert!(table.starts_with("No clients of this service: "), "{table}");
-    // The reason says how to end the foreign control daemon. Before Volta NVML does not list its clients, so no command that
-    // lists them is named.
+    // The reason says how to end the foreign control daemon. Before Volta NVML does not list the clients of the foreign
+    // control daemon, so the reason names no command that lists clients.
     let root = host.path("sysroot").display().to_string();
     let advice = said(&["doctor", "--sysroot", &root], "control-daemon-waiting");
     assert!(!advice.contains("lists them"), "{advice}");
@@ -660,8 +663,8 @@ fn a_long_command_leaves_room_for_user_and_age() {
     let directory = host.path(&"a".repeat(100));
     fs::create_dir_all(&directory).unwrap();
     let program = directory.join("cuda-client");
-    // `cp` writes the file. If this process wrote it, a child that another thread forks meanwhile could have it open, and the
-    // kernel would refuse to execute it.
+    // `cp` writes the file. If the test process itself wrote the program, a child that another thread forks meanwhile could
+    // have the file open, and the kernel would refuse to execute it.
     let copied = Command::new("cp").arg(host.path("bin/cuda-client")).arg(&program).status().unwrap();
     assert!(copied.success());
     let mut command = host.command(&program);

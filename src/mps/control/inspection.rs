@@ -1,5 +1,5 @@
 //! The commands that ask a control daemon about its servers and limits and set the limits, and the parsing of the answers.
-//! Several commands are sent in one conversation.
+//! The service sends several commands to the control daemon in one conversation.
 
 use std::collections::BTreeMap;
 use std::fmt::Write as _;
@@ -63,8 +63,8 @@ pub(super) fn parse(answer: &str, at: &[u32], limits: Option<&Limits>) -> Option
     Some(Inspection { servers: pids(lines)?, statuses: statuses?, differences })
 }
 
-/// The commands of [`super::Control::set_limits`]. The answer to a percentage is the value that now applies. A memory
-/// limit has no answer, so a further command reads it.
+/// The commands of [`super::Control::set_limits`]. The control daemon answers a new thread percentage with the
+/// percentage that now applies. It does not answer a new memory limit, so a further command reads the memory limit.
 pub(super) fn setting(server: Option<u32>, limits: &Limits) -> String {
     let (default, target) = target(server);
     let mut commands =
@@ -82,7 +82,7 @@ pub(super) fn set(limits: &Limits) -> Vec<String> {
     [format!("{}.0", limits.thread_percentage)].into_iter().chain(memory).collect()
 }
 
-/// The servers in the answer to [`setting`]. None if the limits in the answer differ.
+/// The servers in the answer to [`setting`]. None if the limits in the answer differ from `limits`.
 pub(super) fn parse_set(answer: &str, limits: &Limits) -> Option<Vec<u32>> {
     let mut lines = lines(answer);
     set(limits).into_iter().all(|limit| lines.next() == Some(&limit)).then(|| pids(lines))?
@@ -96,8 +96,8 @@ fn pids<'a>(lines: impl Iterator<Item = &'a str>) -> Option<Vec<u32>> {
     lines.map(|line| line.parse().ok()).collect()
 }
 
-/// The limits that differ, from the lines with the percentage and the memory limits of a server, or of servers that are started
-/// later.
+/// Reads the lines with the thread percentage and the memory limits of a server, or of servers that are started later, and
+/// returns the limits that differ from the wanted limits.
 fn differing<'a>(
     lines: &mut Peekable<impl Iterator<Item = &'a str>>,
     wanted: Option<u8>,
@@ -106,8 +106,8 @@ fn differing<'a>(
     let mut found = Vec::new();
     let said = lines.next()?;
     if said.starts_with("Server") || is_unknown_command(said) {
-        // The control daemon has answered the first command about this server with an error. The control daemon answers the
-        // commands about the memory limits with the same line, so these lines are skipped.
+        // The control daemon has answered the first command about a server with an error. The control daemon answers the
+        // commands about the server's memory limits with the same error, so the lines of these answers are skipped.
         lines.by_ref().take(memory_mib.len()).for_each(drop);
         return Some(found);
     }
@@ -116,8 +116,8 @@ fn differing<'a>(
     if let Some(wanted) = wanted.filter(|wanted| (percentage - f64::from(*wanted)).abs() >= 0.05) {
         found.push(format!("active thread percentage {said} instead of {wanted}"));
     }
-    // If a memory limit is not set, the control daemon writes no line for it. The next line is then a number: a percentage or
-    // a PID.
+    // If a memory limit is not set, the control daemon writes no line for it. The line in the place of a missing memory limit
+    // is a number, either a percentage or a PID.
     let is_limit = |line: &&str| line.parse::<f64>().is_err();
     let said: Vec<&str> = memory_mib.keys().map_while(|_| lines.next_if(is_limit)).collect();
     if said.len() < memory_mib.len() {

@@ -1,9 +1,9 @@
 //! The control daemon's front end: runs one command at a time, with a deadline, and verifies its effect.
 //!
 //! The front end is `nvidia-cuda-mps-control`, which reads commands from standard input. The front end exits with 0 for
-//! nearly everything, answers a bad value with the old value, and does not answer most settings. So each setting is read back
-//! here. The control daemon sometimes fails when several front ends ask at once, so all calls for one pipe directory wait for
-//! each other, in the order in which they came ([`FrontEnds`]).
+//! nearly everything, answers a bad value with the old value, and does not answer most settings. So this module reads each
+//! setting back. The control daemon sometimes fails when several front ends ask at once, so all calls for one pipe directory
+//! wait for each other, in the order in which they came ([`FrontEnds`]).
 //!
 //! [`front_end`] sends a command, and [`answers`] parses its answer.
 
@@ -31,20 +31,21 @@ pub(crate) use error::ControlError;
 use error::{name, unexpected};
 use front_end::{FrontEnd, Queue};
 
-/// The deadline for one answer. Measured: 2 ms. A stopped control daemon never answers.
+/// The deadline for one answer of a control daemon. Measured: 2 ms. A stopped control daemon never answers.
 const ANSWER_TIMEOUT: Duration = Duration::from_secs(5);
 
 /// The command that lists the PIDs of the servers.
 const SERVERS: &str = "get_server_list";
 
-/// A command that always has an answer, a number that is no PID: `25.0`. This command separates commands that may have no
-/// answer.
+/// A command that always has an answer, such as `25.0`, which is a number but no PID. This command separates commands
+/// that may have no answer.
 const PERCENTAGE: &str = "get_default_active_thread_percentage";
 
 /// The number of attempts to list the clients while servers start and end.
 const LISTINGS: u32 = 4;
 
-/// The most front ends at a time. A host may have a control daemon for each of hundreds of slices.
+/// The largest number of front ends that run at the same time. A host may have a control daemon for each of hundreds of
+/// slices.
 const FRONT_ENDS: usize = 64;
 
 /// Makes the [`Control`] for each pipe directory, with one queue of front ends for each. All clones share the queues.
@@ -57,7 +58,7 @@ pub(crate) struct FrontEnds {
 }
 
 impl FrontEnds {
-    /// Runs `program` as the front end: a path, or a name in `PATH`.
+    /// Makes front ends that run `program`, which is a path or a name in `PATH`.
     pub(crate) fn new(program: PathBuf) -> Self {
         Self { program, queues: Arc::default(), places: Arc::new(Semaphore::new(FRONT_ENDS)) }
     }
@@ -110,8 +111,8 @@ impl Control {
     }
 
     /// Sends a command again after an empty answer. The control daemon's answer is empty if there is no client, but also if it
-    /// hung and then closed the connection. A caller that could not distinguish these cases could end a server that has clients.
-    /// A control daemon that works again answers the second question.
+    /// hung and then closed the connection. A caller that takes a hung control daemon for a control daemon without clients could
+    /// end a server that has clients. A control daemon that no longer hangs answers the repeated command.
     async fn ask_again_if_empty(&self, command: &str) -> Result<String, ControlError> {
         let answer = self.ask(command).await?;
         if answer.is_empty() { self.ask(command).await } else { Ok(answer) }
@@ -122,9 +123,9 @@ impl Control {
         Ok(self.inspect(&[server], None).await?.status(server))
     }
 
-    /// Asks a control daemon in one conversation for all servers, for the statuses of the servers in `at`, and for
-    /// the limits of these servers and of servers that are started later, as far as they differ from `limits`. A
-    /// server that has ended has no limits. Memory is compared in whole GiB.
+    /// Asks a control daemon in one conversation for all servers, for the statuses of the servers in `at`, and for the
+    /// limits of these servers and of servers that are started later, as far as they differ from `limits`. A server
+    /// that has ended has no limits. Memory limits are compared in whole GiB.
     pub(crate) async fn inspect(
         &self,
         at: &[u32],
@@ -137,8 +138,9 @@ impl Control {
         })
     }
 
-    /// The servers, each with the PIDs of its clients. One conversation is enough if `expected` are the servers. No tenant can
-    /// influence these answers, unlike that of `ps`, which prints the names of programs unchanged, with their line breaks.
+    /// The servers, each with the PIDs of its clients. One conversation with the control daemon is enough if `expected` has
+    /// the PIDs of all servers. No tenant can influence the control daemon's lists of PIDs, unlike its answer to `ps`, which
+    /// prints the names of programs unchanged, with their line breaks.
     pub(crate) async fn client_pids(&self, expected: &[u32]) -> Result<ClientPids, ControlError> {
         let mut servers: BTreeSet<u32> = expected.iter().copied().collect();
         for _ in 0..LISTINGS {
@@ -165,8 +167,8 @@ impl Control {
         self.connections(&self.client_pids(expected).await?).await
     }
 
-    /// The connections of these clients. A program can choose its name so that `ps` shows another connection of a known client,
-    /// but not so that `ps` shows another client.
+    /// The connections of the clients in `known`. A program can choose its name so that `ps` shows a false connection of a
+    /// client in `known`. Clients that are not in `known` are left out.
     pub(crate) async fn connections(&self, known: &ClientPids) -> Result<Vec<Client>, ControlError> {
         const COMMAND: &str = "ps";
         if known.values().all(BTreeSet::is_empty) {
@@ -176,8 +178,8 @@ impl Control {
         let mut rows = answers::parse_clients(&answer)
             .ok_or_else(|| unexpected(COMMAND, &answer, "a table of clients"))?;
         rows.retain(|row| known.get(&row.server).is_some_and(|pids| pids.contains(&row.pid)));
-        // `ps` may lack a client that has connected or ended between the two commands. Such a client is added without its
-        // connection.
+        // `ps` may lack a client that has connected or ended between the command that lists the PIDs and `ps`. A client
+        // that `ps` lacks is added without its connection.
         for (server, pids) in known {
             for pid in pids {
                 if !rows.iter().any(|row| (row.server, row.pid) == (*server, *pid)) {
@@ -189,7 +191,7 @@ impl Control {
     }
 
     /// Ends the GPU work of one client of a server; the server's other clients go on. The client and the server are given by
-    /// their PIDs. Measured: 12 ms, even during a long kernel.
+    /// their PIDs. Measured: the GPU work ends within 12 ms, even during a long CUDA kernel.
     pub(crate) async fn terminate_client(
         &self,
         server: u32,
@@ -203,8 +205,8 @@ impl Control {
             .ok_or_else(|| unexpected(&command, &answer, "0, or 1 with a reason"))
     }
 
-    /// The PID of the process that listens in the pipe directory, see [`listener`]. While programs wait for a control
-    /// daemon, this may be the service, which listens on the waiting socket.
+    /// The PID of the process that listens in the pipe directory, see [`listener`]. Returns None while the service
+    /// itself listens in the pipe directory, on the socket at which programs wait for a control daemon.
     pub(crate) fn daemon_pid(&self) -> Option<u32> {
         listener(&self.0.pipe_directory).filter(|pid| *pid != std::process::id())
     }
@@ -216,8 +218,8 @@ impl Control {
 
     /// Sets the limits of a running server's next clients, or without `server` those of servers that are started later: the
     /// active thread percentage, and the device pinned memory limit, in MiB, of each GPU by its ordinal. One front end sets and
-    /// reads all of them. The control daemon accepts any value, and reports memory in whole GiB, so the check is not more exact.
-    /// The server writes the exact values to its log. Returns the PIDs of the servers.
+    /// reads all limits. The control daemon accepts any value, and reports memory limits in whole GiB, so the service can't
+    /// check a memory limit more exactly. The server writes the exact values to its log. Returns the PIDs of the servers.
     pub(crate) async fn set_limits(
         &self,
         server: Option<u32>,
@@ -227,7 +229,7 @@ impl Control {
     }
 
     /// Sets the limits of servers that are started later, as [`Control::set_limits`] does, and then starts the server
-    /// of a user, see [`Control::start_server`]. The result does not have the PID of that server.
+    /// of a user, see [`Control::start_server`]. The result does not have the PID of the server that this call starts.
     pub(crate) async fn set_limits_and_start(
         &self,
         limits: &Limits,
@@ -249,13 +251,15 @@ impl Control {
         self.ask(&start(uid)).await.map(|_| ())
     }
 
-    /// Asks the control daemon to end as soon as it has no client. The control daemon will do so, even much later. The error
-    /// is [`ControlError::Silent`] if the control daemon still has a client after `timeout`.
+    /// Asks the control daemon to end as soon as it has no client. The control daemon ends when its last client has ended,
+    /// even long after this call. The error is [`ControlError::Silent`] if the control daemon still has a client after
+    /// `timeout`.
     pub(crate) async fn quit_when_idle(&self, timeout: Duration) -> Result<(), ControlError> {
         self.ask_within("quit", timeout).await.map(|_| ())
     }
 
-    /// Ends a server that has no client. A server with clients stays, and the command has no answer in both cases.
+    /// Ends a server that has no client. A server with clients stays. The control daemon does not answer this command
+    /// in any case.
     pub(crate) async fn shut_down_idle_server(
         &self,
         server: u32,
@@ -274,8 +278,8 @@ impl Control {
         self.ask(command).await.map(|_| ())
     }
 
-    /// Asks the control daemon to end with its clients, which it gives `timeout` to end by themselves. If it hangs
-    /// for longer, the error is [`ControlError::Silent`].
+    /// Asks the control daemon to end with its clients, which it gives `timeout` to end by themselves. If the control
+    /// daemon hangs for longer than `timeout`, the error is [`ControlError::Silent`].
     pub(crate) async fn quit(&self, timeout: Duration) -> Result<(), ControlError> {
         let command = format!("quit -t {}", timeout.as_secs().max(1));
         self.ask_within(&command, timeout + Duration::from_secs(1)).await.map(|_| ())

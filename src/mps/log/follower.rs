@@ -11,14 +11,14 @@ use super::meaning::Line;
 use super::rotation::{CHUNK_BYTES, Rotation};
 use crate::mps::file_changes::{FileChanges, FileWatch, LOOK_PERIOD};
 
-/// The length at which a line is cut. A file that is no log must not fill the memory.
+/// The length at which a line of a log is cut. A file without line ends must not fill the memory.
 const LINE_MAX_BYTES: usize = 16 << 10;
 
 /// The number of bytes at the end of a log in which the service searches the reason for the end of a control daemon.
 const END_BYTES: u64 = 256 << 10;
 
-/// The number of lines after which other tasks have a turn. A tenant can make a control daemon write thousands of lines per
-/// second.
+/// The number of lines of a log that a task reads before other tasks have a turn. A tenant can make a control daemon write
+/// thousands of lines per second.
 const LINES_AT_A_TIME: u32 = 256;
 
 /// Follows a file to which other processes append, from a given offset on.
@@ -112,8 +112,8 @@ impl Follower {
         }
     }
 
-    /// The outcome of a rotation that has finished since the last call. None if no rotation has finished. The inner error:
-    /// the contents could not be copied.
+    /// The outcome of a rotation that has finished since the last call. None if no rotation has finished. The inner error
+    /// is the reason why the contents could not be copied.
     pub(crate) fn rotated(&mut self) -> Option<io::Result<()>> {
         self.rotated.take()
     }
@@ -124,7 +124,7 @@ impl Follower {
         let length = self.file.metadata()?.len();
         let copied = rotation.copy_on(&self.file, length);
         // Truncating the file also removes lines that this reader has not read. So the file is truncated only if few bytes
-        // are unread, and these are read first.
+        // are unread, and the unread bytes are read first.
         if !copied || length.saturating_sub(self.read) > CHUNK_BYTES as u64 {
             return Ok(());
         }
@@ -140,7 +140,8 @@ impl Follower {
         let mut chunk = [0; CHUNK_BYTES];
         let mut count = self.file.read_at(&mut chunk, self.read)?;
         if count == 0 && self.file.metadata()?.len() < self.read {
-            // The file is shorter than before: another program has truncated it, so it is read from the beginning.
+            // If the file is shorter than before, another program has truncated it, so the file is read from the
+            // beginning.
             (self.read, self.lines, self.rotation) = (0, Lines::default(), None);
             count = self.file.read_at(&mut chunk, 0)?;
         }
@@ -161,8 +162,8 @@ impl Follower {
         }
     }
 
-    /// The next line that is already in the file, if there is one. Other tasks of the service have a turn from time
-    /// to time. Nothing is lost if the call is cancelled.
+    /// The next line that is already in the file, if there is one. The call lets other tasks of the service run from
+    /// time to time. Nothing is lost if the call is cancelled.
     pub(crate) async fn next_there(&mut self) -> io::Result<Option<Line>> {
         if self.lines_since_pause >= LINES_AT_A_TIME {
             self.pause().await?;
@@ -198,7 +199,7 @@ impl Follower {
             self.watch.changed().await;
             self.watched = false;
         } else {
-            // The file may have changed before the watch began, so the caller reads it once more.
+            // The file may have changed before the watch began, so the caller reads the file once more.
             self.watched = self.watch.add_file(&self.file);
             if !self.watched {
                 tokio::time::sleep(LOOK_PERIOD).await;

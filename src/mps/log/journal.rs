@@ -1,4 +1,4 @@
-//! Passes a line on to the journal.
+//! Passes a line of a control daemon's log on to the journal.
 
 use tracing::Level;
 
@@ -7,7 +7,7 @@ use mps_core::mps::Meaning;
 use super::meaning::{Line, Writer};
 
 impl Line {
-    /// Passes the line on to the journal, with fields by which journalctl can filter.
+    /// Passes the line of the control daemon's log on to the journal, with fields by which journalctl can filter.
     pub(crate) fn trace(&self, control_daemon: &str) {
         let text = self.text.as_str();
         let (server, client, ordinal) = self.subjects();
@@ -39,8 +39,8 @@ impl Line {
             }
             Meaning::ServerExited { status: 0, .. } => Level::INFO,
             Meaning::Trouble | Meaning::ServerExited { .. } | Meaning::ClientRefused { .. } => Level::WARN,
-            // Lines about faults are included here: the supervisor reports each fault once for each GPU, with the content of
-            // all its lines.
+            // Lines about faults also have only the level INFO, since the supervisor reports each fault once for each GPU,
+            // with the content of all lines about the fault.
             _ => Level::INFO,
         }
     }

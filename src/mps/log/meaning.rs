@@ -29,7 +29,8 @@ impl Line {
         Self { writer, text: text.to_owned(), meaning }
     }
 
-    /// True if the line may explain why a control daemon or a server has ended: a server has written it, or it reports a failure.
+    /// True if the line may explain why a control daemon or a server has ended: a server has written the line, or the line
+    /// reports a failure.
     pub(crate) fn may_explain_an_end(&self) -> bool {
         match (&self.meaning, self.writer) {
             (Meaning::Trouble, _) => true,
@@ -40,7 +41,7 @@ impl Line {
 }
 
 /// Splits a line `[2026-11-21 02:13:53.814 Control 879] text` into the process that wrote it and the text. None if the line
-/// has no such prefix. One command has an answer of several lines without a prefix.
+/// has no such prefix. The control daemon's answer to one of the commands has several lines without a prefix.
 fn split_prefix(line: &str) -> Option<(Option<Writer>, &str)> {
     let (prefix, text) = line.strip_prefix('[')?.split_once(']')?;
     let mut words = prefix.split_ascii_whitespace();
@@ -49,7 +50,8 @@ fn split_prefix(line: &str) -> Option<(Option<Writer>, &str)> {
     let kind: Vec<&str> = words.collect();
     let writer = match kind.as_slice() {
         ["Control"] => Some(Writer::Control(pid)),
-        // A server writes `Other` until it has started as a server, and `Legacy Server` if it never does so.
+        // The process of a server writes `Other` in the prefix until it has started as a server, and `Legacy Server` if
+        // it never starts as a server.
         ["Server" | "Other"] | ["Legacy", "Server"] => Some(Writer::Server(pid)),
         _ => None,
     };
@@ -63,7 +65,7 @@ fn meaning(writer: Option<Writer>, text: &str) -> Meaning {
         None => None,
     };
     // `Starting new server` is written by the server's new process, sometimes under the control daemon's name. So the line
-    // counts from any writer.
+    // `Starting new server` counts from any writer.
     let understood = understood.or_else(|| server_starting(text));
     understood.or_else(|| trouble(writer, text)).unwrap_or(Meaning::Ordinary)
 }
@@ -90,8 +92,8 @@ fn server_starting(text: &str) -> Option<Meaning> {
 }
 
 fn said_by_control(text: &str) -> Option<Meaning> {
-    // The control daemon writes these lines after a process has connected without sending anything. The service does so to
-    // find out which process listens.
+    // The control daemon writes these two lines after a process has connected without sending anything. The service
+    // connects without sending anything to find out which process listens.
     if ["User did not send valid credentials", "Unable to accept connection"].contains(&text.trim_end()) {
         return Some(Meaning::Noise);
     }
@@ -116,7 +118,8 @@ fn said_by_control(text: &str) -> Option<Meaning> {
 }
 
 fn said_by_server(server: u32, text: &str) -> Option<Meaning> {
-    // The misspellings are NVIDIA's. The last three texts are written during a fault, which other lines report.
+    // The misspellings are NVIDIA's. The last three texts of this list are written during a fault, which other lines
+    // report.
     let noise = [
         "Server failed to recevie command with status 806",
         "Server was unable to shutdown due to",
@@ -159,7 +162,7 @@ fn said_by_server(server: u32, text: &str) -> Option<Meaning> {
     })
 }
 
-/// Parses a percentage as tenths: `25.0` is 250.
+/// Parses a percentage as tenths of a percent, so that `25.0` gives 250.
 fn tenths(value: &str) -> Option<u32> {
     let (whole, part) = value.split_once('.').unwrap_or((value, "0"));
     let first = part.chars().next().and_then(|digit| digit.to_digit(10))?;

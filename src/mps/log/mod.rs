@@ -1,8 +1,8 @@
 //! The control daemon's log: the service follows, parses and passes on its lines.
 //!
-//! A control daemon in the foreground and its servers write to one file. Only this file says which limits a server applies, when
-//! a server is ready, and which faults it met. [`follower`] reads the file and splits it into lines, [`meaning`] parses a line,
-//! and [`journal`] passes it on. [`rotation`] limits the size of the file.
+//! A control daemon in the foreground and its servers write to one file. Only the log says which limits a server applies, when a
+//! server is ready, and which faults a server met. [`follower`] reads the log and splits it into lines, [`meaning`] parses a
+//! line, and [`journal`] passes it on. [`rotation`] limits the size of the file.
 
 mod follower;
 mod journal;

@@ -1,4 +1,4 @@
-//! The rotation of the file: its contents are copied to `<path>.1` in steps.
+//! The rotation of a log file, whose contents are copied to `<path>.1` in steps.
 
 use std::fs::File;
 use std::io::{self, Write};
@@ -13,7 +13,7 @@ pub(super) const CHUNK_BYTES: usize = 16 << 10;
 /// The number of bytes of a log that the service copies before its other tasks have a turn.
 const COPIED_AT_A_TIME: u64 = 1 << 20;
 
-/// A rotation that has begun and has not finished.
+/// A rotation of a log that has begun and has not finished.
 #[derive(Debug)]
 pub(super) struct Rotation {
     /// The file `<path>.1` that gets the contents, or the error that prevents it.
@@ -27,8 +27,8 @@ impl Rotation {
         Self { copy: place_of_copy(path), copied: 0 }
     }
 
-    /// Copies the next bytes of `file`, which has this length. Returns true if everything is copied, or if copying is
-    /// not possible.
+    /// Copies the next bytes of `file`, which has `length` bytes. Returns true if everything is copied, or if copying
+    /// is not possible.
     pub(super) fn copy_on(&mut self, file: &File, length: u64) -> bool {
         let Ok(copy) = &mut self.copy else { return true };
         let end = length.min(self.copied + COPIED_AT_A_TIME);
