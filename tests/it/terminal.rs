@@ -7,7 +7,8 @@ use crate::support::host::mpsctl;
 use crate::support::service::Service;
 use crate::support::snapshot::{P40, p40_board, serving, tesla_p40};
 
-/// The output of a command on a terminal of this width, with these variables.
+/// The output of `yunion-mpsctl` with `arguments` on a terminal with `columns` columns, with these environment
+/// variables.
 async fn shown(service: &Service, columns: u32, variables: &[(&str, &str)], arguments: &str) -> String {
     let program = mpsctl();
     // `exec env` sets the variables, since a shell would set COLUMNS itself.
@@ -67,7 +68,7 @@ async fn no_line_is_longer_than_the_terminal_is_wide() {
         let screen = shown(&service, 80, &[], arguments).await;
         assert!(!screen.contains("no room"), "{screen}");
     }
-    // The platform's table has the same width on every terminal.
+    // The table of `list --platform` has the same width on every terminal.
     let table = shown(&service, 80, &[], "list --platform").await;
     assert!(longest(&table) > 200, "{table}");
 }
@@ -93,7 +94,7 @@ async fn colours_are_for_terminals_that_want_them() {
         piped.args(arguments.split(' ')).env("CLICOLOR_FORCE", "1");
         let piped = printed(&mut piped).await;
         assert!(!piped.contains('\u{1b}') && !piped.contains("no room"), "{piped:?}");
-        // The reason is on one line, and appears once for the whole GPU.
+        // The output has the reason why the GPU is not served on one line, and once for the whole GPU.
         assert_eq!(piped.matches("nothing but a reset of the GPU").count(), 1, "{piped}");
         // COLUMNS also counts if the output is a pipe, so that `watch` shows whole lines.
         let mut narrow = service.bus.command(mpsctl());

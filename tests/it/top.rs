@@ -51,8 +51,8 @@ fn clients_come_are_sorted_and_are_ended() {
     screen.wait_for("ready");
     screen.wait_for("control daemon shared is ready");
 
-    // The screen must show the client within 2 s. On a busy machine the service itself may need longer to list the client, so
-    // the time begins then.
+    // The screen must show the client within 2 s. On a busy machine the service itself may need longer to list the
+    // client, so the 2 s begin when the service lists it.
     let mut one = Client::start(&mut host.program_of(&device(1), &["hold", "600"]));
     host.wait_for_only_client();
     let listed = Instant::now();
@@ -63,7 +63,7 @@ fn clients_come_are_sorted_and_are_ended() {
     pids.sort_unstable();
     screen.wait_until("both clients by PID", |text| shown_pids(text) == pids);
 
-    // The keys reverse the order by PID, and then choose the order by slice.
+    // Tab and `r` reverse the order of the clients by PID.
     screen.keys("\tr");
     pids.reverse();
     screen.wait_until("both reversed", |text| shown_pids(text) == pids && text.contains("by PID, reversed"));
@@ -71,7 +71,7 @@ fn clients_come_are_sorted_and_are_ended() {
     let by_slice = [other.id(), one.id()];
     screen.wait_until("both by slice", |text| shown_pids(text) == by_slice && text.contains("by SLICE"));
 
-    // The keys select the second slice, whose clients are shown alone.
+    // Tab and `jj` select the second slice, and `top` shows only the clients of this slice.
     screen.keys("\tjj");
     let of = format!("Clients of {} (1)", device(1));
     screen.wait_until("one slice", |text| text.contains(&of) && shown_pids(text) == [one.id()]);
@@ -79,7 +79,7 @@ fn clients_come_are_sorted_and_are_ended() {
     screen.wait_until("the other", |text| shown_pids(text) == [other.id()]);
     screen.keys("j\t");
 
-    // The question is answered with no first, and then with yes.
+    // The test answers the question of `top` with no first, and then with yes.
     let question = format!("End the GPU work of process {} (", one.id());
     screen.keys("t");
     screen.wait_until("a question", |text| text.contains(&question) && text.contains("? y/N"));
@@ -96,7 +96,7 @@ fn clients_come_are_sorted_and_are_ended() {
     screen.keys("q");
     assert_eq!(screen.ended(), 0);
     screen.wait_until_restored();
-    // The green is the terminal's own numbered colour, and no RGB value.
+    // `top` writes green as the terminal's own numbered colour, and not as an RGB value.
     let written = screen.written();
     assert!(written.contains("\u{1b}[38;5;2") && !written.contains("38;2;"), "{written:?}");
 }
@@ -147,7 +147,7 @@ fn the_service_may_be_started_again() {
                 && text.contains("00:06.0-3")
         });
     }
-    // The program still handles keys.
+    // `top` still handles keys while the service does not run.
     screen.keys("\u{1b}");
     assert_eq!(screen.ended(), 0);
     screen.wait_until_restored();
@@ -159,7 +159,7 @@ fn keys_work_while_a_question_takes_its_time() {
     let _client = client(&host, "00:06.0-1");
     let mut screen = started(&host, 30, 100);
     screen.wait_for("1 client ");
-    // The service is stopped, so it does not answer.
+    // SIGSTOP stops the service, so the service does not answer `top`.
     host.signal(Signal::STOP);
     screen.wait_for("; as of ");
     screen.keys("jj");
@@ -184,8 +184,8 @@ fn the_terminal_is_given_back_after_a_signal_and_for_the_shell() {
         assert_eq!(screen.ended(), status);
         screen.wait_until_restored();
     }
-    // In a shell, Ctrl-Z would stop the program. In this test the program is the only one of its session, and the kernel
-    // ignores such a stop. So the test stops the program by a signal.
+    // In a shell, Ctrl-Z would stop `top`. In this test `top` is the only program of its session, and the kernel
+    // ignores a stop by Ctrl-Z there. The test stops `top` by SIGSTOP instead.
     let mut screen = started(&host, 24, 80);
     signal_pid(screen.pid(), Signal::STOP);
     wait_for("a stopped program", || (process_state(screen.pid()) == Some('T')).then_some(()));

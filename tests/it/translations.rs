@@ -1,10 +1,10 @@
-//! The documents in Chinese say what the English ones say: everything but the prose is equal.
+//! Tests that the documents in Chinese say the same as the documents in English: everything except the prose is equal.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
 use std::path::Path;
 
-/// The documents with a translation.
+/// The documents with a translation into Chinese, each with its translation.
 const PAGES: [(&str, &str); 4] = [
     ("README.md", "README.zh-CN.md"),
     ("docs/troubleshooting.md", "docs/troubleshooting.zh-CN.md"),
@@ -21,7 +21,7 @@ fn is_chinese(text: &str) -> bool {
     text.chars().any(|letter| ('\u{4e00}'..='\u{9fff}').contains(&letter))
 }
 
-/// The words that no translation changes, each once: code, and numbers next to code.
+/// The words of a text that no translation changes, each once: code, and numbers next to code.
 fn fixed(text: &str) -> BTreeSet<&str> {
     let code = text.split('`').skip(1).step_by(2);
     let beside = text.split('`').step_by(2);
@@ -45,7 +45,7 @@ fn outline(page: &str) -> Vec<String> {
     let mut outline = Vec::new();
     let mut prose = String::new();
     let mut is_screen = false;
-    // A heading is added, since each heading ends the section before it.
+    // The loop adds a heading at the end of the page, since each heading ends the section before it.
     for line in page.lines().chain(["#"]) {
         if line.starts_with("```") {
             is_screen = !is_screen;
@@ -142,7 +142,7 @@ fn every_link_leads_somewhere() {
     }
 }
 
-/// Words in doctor's sources that look like the name of a finding.
+/// Words in the sources of `yunion-mpsctl doctor` that look like the name of a finding, and are none.
 const NO_FINDINGS: [&str; 10] = [
     "bad-setting",
     "control-group",
@@ -163,7 +163,8 @@ fn looks_like_a_name(text: &str) -> bool {
             .all(|word| !word.is_empty() && word.bytes().all(|letter| letter.is_ascii_lowercase()))
 }
 
-/// The findings that the sources name, with the severities that stand directly before the names in doctor.
+/// The findings that the sources of `yunion-mpsctl doctor` name, with the severities that stand directly before the
+/// names.
 fn findings() -> BTreeMap<String, BTreeSet<&'static str>> {
     let directory = Path::new(env!("CARGO_MANIFEST_DIR")).join("crates/mpsctl/src/doctor");
     let mut sources: Vec<String> = fs::read_dir(directory)
@@ -221,7 +222,7 @@ fn every_finding_of_doctor_is_explained_once() {
     }
 }
 
-/// A manual page in Chinese, with plain hyphens.
+/// The text of a manual page in Chinese, with plain hyphens.
 fn chinese_manual(name: &str) -> String {
     read(&format!("packaging/man/zh_CN/{name}")).replace("\\-", "-")
 }
@@ -238,7 +239,7 @@ fn key(key: &str, default: &str) -> (String, Option<String>) {
     (key.to_owned(), default)
 }
 
-/// The keys of the English manual page in its order.
+/// The keys that the English manual page explains, in the order of the page.
 fn keys_of_manual() -> Vec<(String, Option<String>)> {
     let page = read("packaging/man/yunion-mps-host.conf.5");
     let items = page.lines().filter_map(|line| line.strip_prefix(".It Ic "));
@@ -251,7 +252,7 @@ fn keys_of_manual() -> Vec<(String, Option<String>)> {
 #[test]
 fn the_manual_of_the_configuration_has_the_same_keys() {
     let page = chinese_manual("yunion-mps-host.conf.5");
-    // Keys are bold in the page, and files are italic.
+    // In the Chinese manual page, keys are bold and files are italic.
     let keys = terms(&page).into_iter().filter_map(|term| term.strip_prefix("\\fB")?.split_once("\\fR"));
     let keys: Vec<_> = keys.map(|(name, default)| key(name, default)).collect();
     assert_eq!(keys, keys_of_manual());
@@ -303,7 +304,7 @@ fn the_manual_of_yunion_mpsctl_has_every_subcommand_and_option() {
     let all = command.get_subcommands().filter(|subcommand| subcommand.get_name() != "help");
     let mut all: Vec<(&str, BTreeSet<String>)> =
         all.map(|subcommand| (subcommand.get_name(), options_of(subcommand))).collect();
-    // Every command has `--help`, which the page names only once, at its beginning.
+    // Every command has `--help`, which the manual page names only once, at the beginning of the page.
     for (name, options) in &mut all {
         assert!(options.remove("help"), "{name}");
     }
@@ -322,7 +323,8 @@ fn keys_of_host_conf() -> Vec<(String, String)> {
     text.split("\n\n").filter_map(with_key).collect()
 }
 
-/// Each key of an entry in the device file with its explanation: `#   KEY   TEXT`, and lines that are further in.
+/// Each key of an entry in the device file with its explanation: a line `#   KEY   TEXT`, and the lines below it that
+/// are indented further.
 fn keys_of_device_file() -> Vec<(String, String)> {
     let text = read("config/host_container_device.yml");
     let mut keys: Vec<(String, String)> = Vec::new();
@@ -349,7 +351,7 @@ fn the_examples_explain_every_key_in_both_languages() {
     let manual: Vec<String> = keys_of_manual().into_iter().map(|(key, _)| key).collect();
     assert_eq!([names(&host_conf), names(&device_file)].concat(), manual);
     for (key, comment) in host_conf.into_iter().chain(device_file) {
-        // The English comment comes first, and the Chinese one below it.
+        // The English comment of a key comes first, and the Chinese comment below it.
         let languages: Vec<bool> = comment.lines().map(is_chinese).collect();
         assert!(languages.is_sorted(), "{key}: {comment}");
         assert_eq!((languages.first(), languages.last()), (Some(&false), Some(&true)), "{key}: {comment}");

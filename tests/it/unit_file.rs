@@ -1,4 +1,4 @@
-//! The systemd files, judged by systemd's own programs.
+//! Tests of the systemd files that are shipped, by systemd's own programs.
 
 use crate::support::host::{flag_can_be_set, mpsctl};
 use std::fs;
@@ -18,7 +18,7 @@ fn run(command: &mut Command) -> Output {
     command.output().unwrap_or_else(|error| panic!("{command:?}: {error}; scripts/deps.sh installs it"))
 }
 
-/// The complaints of `systemd-analyze verify` about this unit; those about other units of the machine are left out.
+/// The complaints of `systemd-analyze verify` about this unit, without its complaints about other units of the machine.
 fn verify(unit: &str) -> Vec<String> {
     let directory = tempfile::tempdir().unwrap();
     let path = directory.path().join("yunion-mps-daemon.service");
@@ -29,7 +29,7 @@ fn verify(unit: &str) -> Vec<String> {
     text.lines().filter(|line| line.contains("yunion-mps-daemon")).map(str::to_owned).collect()
 }
 
-/// The shipped unit as it would be with the program installed.
+/// The shipped unit, with paths to the built programs, as if these programs were installed.
 fn installed_unit() -> String {
     let unit = shipped("yunion-mps-daemon.service");
     let installed = |unit: String, line: &str, built: &str| {
@@ -53,20 +53,20 @@ fn systemd_would_complain_about_a_misspelt_unit() {
     assert!(complaints.iter().any(|line| line.contains("WatchdgSec")), "{complaints:?}");
 }
 
-/// The lines that clients and the daemon's own code depend on.
+/// Tests that the shipped unit has the lines on which clients and the code of the service depend.
 #[test]
 fn the_unit_keeps_its_promises() {
     let unit = shipped("yunion-mps-daemon.service");
     let lines: Vec<&str> = unit.lines().collect();
     for promise in [
         "Type=notify",
-        // The end of the service must not end control daemons and their clients.
+        // With `KillMode=process`, the end of the service does not end control daemons and their clients.
         "KillMode=process",
         "ExecReload=/usr/bin/yunion-mpsctl reload",
         "Restart=on-failure",
-        // The service exits with this status if its configuration is wrong.
+        // The service exits with status 78 if its configuration is wrong.
         "RestartPreventExitStatus=78",
-        // The state file is in this directory, and must outlive a restart.
+        // The runtime directory has the service's state file, and must outlive a restart of the service.
         "RuntimeDirectory=yunion-mps-daemon",
         "RuntimeDirectoryPreserve=yes",
         "WantedBy=multi-user.target",
@@ -75,12 +75,14 @@ fn the_unit_keeps_its_promises() {
     }
     let capabilities = lines.iter().find(|line| line.starts_with("CapabilityBoundingSet=")).unwrap();
     assert!(capabilities.ends_with(" CAP_LINUX_IMMUTABLE"), "nobody else changes the directories of links");
-    // The service may use these directories by default. Containers mount the pipe directory from the host's /tmp.
+    // By default the service may use the directories in this value of `ReadWritePaths`. Containers mount the pipe
+    // directory from the host's /tmp.
     assert!(lines.contains(&"ReadWritePaths=/tmp /var/log -/run/cdi"), "directories.rs names them");
     assert!(!lines.iter().any(|line| line.starts_with("PrivateTmp=")), "PrivateTmp hides the pipe directory");
 }
 
-/// The time of the unit for a stop is at least the longest `cuda_mps_quit_timeout` and a minute for the other steps.
+/// The time that the unit allows for a stop is at least the longest `cuda_mps_quit_timeout`, and a minute for the other
+/// steps of the stop.
 #[test]
 fn a_stop_may_take_as_long_as_the_configuration_allows() {
     let unit = shipped("yunion-mps-daemon.service");
@@ -92,7 +94,8 @@ fn a_stop_may_take_as_long_as_the_configuration_allows() {
     assert!(minutes * 60 >= longest + 60, "TimeoutStopSec={time}, cuda_mps_quit_timeout up to {longest} s");
 }
 
-/// The sandbox is as tight as docs/operations.md says, and no tighter than was tried on a GPU.
+/// Tests that the unit's sandbox is as tight as docs/operations.md says, and no tighter than a sandbox that was tried
+/// on a GPU.
 #[test]
 fn the_exposure_is_the_documented_one() {
     let directory = tempfile::tempdir().unwrap();
@@ -111,7 +114,7 @@ fn the_exposure_is_the_documented_one() {
     assert!(exposure < 4.0, "{exposure}");
 }
 
-/// Every file and directory below, relative, sorted.
+/// The paths of all files and directories below `root`, relative to `root` and sorted.
 fn tree(root: &Path) -> Vec<String> {
     let mut found = Vec::new();
     let mut left = vec![root.to_path_buf()];
@@ -128,8 +131,8 @@ fn tree(root: &Path) -> Vec<String> {
     found
 }
 
-/// At boot, and when the package is installed, the directory in /tmp becomes root's, even if a user has made it before, and
-/// what a power failure has left immutable can be removed.
+/// At boot, and when the package is installed, the pipe directory in /tmp becomes root's, even if a user has made it
+/// before. Files that a power failure has left immutable can be removed.
 #[test]
 fn the_directory_in_tmp_is_made_root_s() {
     if !root_or_skip("the_directory_in_tmp_is_made_root_s") {
@@ -177,7 +180,8 @@ fn the_directory_in_tmp_is_made_root_s() {
     }
 }
 
-/// A real clean-up of a /tmp in which everything is old enough removes everything except the directories of MPS.
+/// A real clean-up of a /tmp by systemd-tmpfiles, with an age of 0 for each file, removes everything except the
+/// directories of MPS.
 #[test]
 fn ageing_spares_the_pipe_and_log_directories_alone() {
     let root = tempfile::tempdir().unwrap();
@@ -199,7 +203,7 @@ fn ageing_spares_the_pipe_and_log_directories_alone() {
     fs::create_dir_all(&snippets).unwrap();
     let shipped = shipped("yunion-mps-daemon.tmpfiles.conf");
     fs::write(snippets.join("yunion-mps-daemon.conf"), shipped).unwrap();
-    // With the age 0, every file is old enough to be removed.
+    // With the age 0 in this line, systemd-tmpfiles removes files of any age.
     fs::write(snippets.join("tmp.conf"), "d /tmp 1777 - - 0\n").unwrap();
 
     let mut root_option = std::ffi::OsString::from("--root=");

@@ -69,7 +69,8 @@ async fn is_ready_waits_for_the_service_and_no_longer_than_it_may() {
     assert_eq!(waiting.await.unwrap(), (Some(0), "ready\n".to_owned(), String::new()));
 }
 
-/// `yunion-mpsctl` with these arguments, while the service runs. The program is ended with this value.
+/// A running `yunion-mpsctl` that follows the service, and the files with its output. The program ends when this value
+/// is dropped.
 struct Follower {
     program: Client,
     files: tempfile::TempDir,
@@ -92,8 +93,8 @@ impl Follower {
         wait_for(text, || self.text(name).contains(text).then_some(()));
     }
 
-    /// The number of times that the program has printed that the service does not run. A question that the service has not
-    /// answered before its end is reported separately.
+    /// The number of times that the program has printed that the service does not run. The program reports a question
+    /// that the service has not answered before its end in another message.
     fn absences(&self) -> usize {
         self.text("err").matches(NOT_RUNNING).count()
     }
@@ -119,7 +120,8 @@ fn events_are_followed_over_a_restart_of_the_service() {
         host.start();
         host.wait_for_state("ready");
         let all = String::from_utf8(host.mpsctl(&["events"]).stdout).unwrap();
-        // The order of the events differs between starts, so the test waits for the last one of this start.
+        // The order of the events differs between starts of the service, so the test waits for the last event of this
+        // start.
         let (_, last) = all.lines().last().unwrap().split_once("  ").unwrap();
         for (follower, before) in [&text, &json].into_iter().zip(before) {
             wait_for(last, || follower.text("out")[before..].contains(last).then_some(()));
@@ -155,7 +157,7 @@ fn a_reader_that_leaves_ends_the_following() {
     reader.read_line(&mut line).unwrap();
     assert!(line.starts_with("20"), "{line}");
     drop(reader);
-    // The command notices the closed pipe, although no further event comes.
+    // `yunion-mpsctl` notices that the reader has closed the pipe, although no further event comes.
     let status = wait_for("the end of yunion-mpsctl", || program.try_wait().unwrap());
     let mut complaint = String::new();
     program.stderr.take().unwrap().read_to_string(&mut complaint).unwrap();

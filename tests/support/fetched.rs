@@ -5,7 +5,7 @@ use std::path::{Path, PathBuf};
 /// A program that `scripts/fetch-programs.sh` has fetched.
 ///
 /// # Panics
-/// The program is not there.
+/// The program was not fetched.
 pub(crate) fn fetched(name: &str) -> PathBuf {
     let program = Path::new(env!("CARGO_MANIFEST_DIR")).join(".cache/programs").join(name);
     assert!(program.is_file(), "{} is missing; scripts/fetch-programs.sh fetches it", program.display());

@@ -1,5 +1,5 @@
-//! The only way for a test to skip a part. Each skipped part is printed and counted: `make test` prints all of them
-//! at the end, and `.ci/run` allows only the reasons that are named here.
+//! The only way for a test to skip a part. `skip` prints and counts each skipped part: `make test` prints all skipped
+//! parts at the end, and `.ci/run` allows only the reasons that are named here.
 
 use std::fs::File;
 use std::io::{self, Write};
@@ -7,7 +7,7 @@ use std::io::{self, Write};
 /// The environment variable with the path of a file that gets a line for each skipped part.
 const LIST: &str = "YUNION_MPS_SKIPPED";
 
-/// The environment variable that forbids to skip anything.
+/// The environment variable that forbids tests to skip a part, except for the reasons in [`EVEN_THERE`].
 const NOTHING: &str = "YUNION_MPS_SKIP_NOTHING";
 
 /// The reasons that are allowed even if [`NOTHING`] is set, each with an explanation.
@@ -31,7 +31,7 @@ pub(crate) fn skip(what: &str, reason: &str) {
     }
     let why = excused.map(|(_, why)| format!(" ({why})")).unwrap_or_default();
     let line = format!("SKIP {what}: {reason}{why}\n");
-    // The line is written directly: libtest does not show what `eprint` prints in a test that passes.
+    // The line is written to stderr directly, since libtest does not show the output of `eprint` in a test that passes.
     let _ = io::stderr().write_all(line.as_bytes());
     if let Some(list) = std::env::var_os(LIST) {
         let list = File::options().create(true).append(true).open(list);

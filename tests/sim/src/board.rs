@@ -2,7 +2,7 @@
 
 use serde::Deserialize;
 
-/// A host's hardware and driver, from one of the files in `boards/`.
+/// The hardware and the driver of a simulated host, as a file in `boards/` describes them.
 #[derive(Debug, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Board {
@@ -10,7 +10,8 @@ pub struct Board {
     pub driver: String,
     /// The version of the MPS control daemon: 535, 550, 555 or 580.
     pub mps: u32,
-    /// The memory of the host in KiB, as /proc/meminfo has it. None if it makes no difference: no GPU of the board shares it.
+    /// The memory of the host in KiB, as /proc/meminfo has it. None if no GPU of the board shares the memory of the
+    /// host, so that its size makes no difference.
     pub host_memory_kib: Option<u64>,
     /// The cards, in PCI order.
     pub cards: Vec<Card>,
@@ -26,21 +27,21 @@ pub struct Board {
 pub struct Card {
     /// The card's full PCI address, `0000:00:06.0`.
     pub pci: String,
-    /// The numbers of vendor and device, `10de:1b38`.
+    /// The numbers of the card's vendor and device, such as `10de:1b38`.
     pub id: String,
     /// The vendor's name in pci.ids.
     pub vendor_name: String,
-    /// The device's name in pci.ids, `GP102GL [Tesla P40]`.
+    /// The device's name in pci.ids, such as `GP102GL [Tesla P40]`.
     pub device_name: String,
     /// The card's NUMA node. -1 if the card has none.
     pub numa_node: i32,
-    /// The CPUs near the card, as the kernel lists them: `0-47,96-143`. None if /sys doesn't say.
+    /// The CPUs near the card, as the kernel lists them: `0-47,96-143`. None if /sys does not list the CPUs.
     pub local_cpus: Option<String>,
-    /// The PCI Express generation of the link: 3 is 8 GT/s, 5 is 32 GT/s.
+    /// The PCI Express generation of the card's link: 3 is 8 GT/s, 5 is 32 GT/s.
     pub link_gen: u32,
-    /// The number of lanes of the link.
+    /// The number of lanes of the card's PCI Express link.
     pub link_width: u32,
-    /// The card's entry in the platform's device file, without the path.
+    /// The card's entry in the platform's device file, without the key for the path of the card.
     pub entry: Entry,
     /// The facts that NVML reports about the card. None if the card is of another vendor.
     pub gpu: Option<GpuFacts>,
@@ -55,7 +56,7 @@ pub struct Entry {
     pub kind: String,
     /// The number of virtual devices of the card.
     pub virtual_number: u32,
-    /// The memory of each virtual device, `20GiB`. None if the entry does not say it.
+    /// The memory of each virtual device, such as `20GiB`. None if the entry has no key `memory`.
     pub memory: Option<String>,
 }
 
@@ -67,13 +68,14 @@ pub struct GpuFacts {
     pub uuid: String,
     /// NVML's name, `NVIDIA H200`.
     pub name: String,
-    /// The total memory in MiB, with the reserved part. None if NVML does not report it: the GPU shares the host's memory.
+    /// The total memory of the GPU in MiB, including the part that the driver reserves. None if NVML does not report a
+    /// total, since the GPU shares the host's memory.
     pub memory_total_mib: Option<u64>,
-    /// The reserved part of the memory, in KiB.
+    /// The part of the GPU's memory that the driver reserves, in KiB.
     pub memory_reserved_kib: u64,
-    /// The compute capability, `9.0`.
+    /// The GPU's compute capability, such as `9.0`.
     pub compute_capability: String,
-    /// The number of streaming multiprocessors.
+    /// The number of the GPU's streaming multiprocessors.
     pub sms: u32,
     /// True if MIG mode is enabled. None if the GPU has no MIG mode.
     pub mig: Option<bool>,
@@ -91,7 +93,8 @@ const BOARDS: [(&str, &str); 6] = [
 /// The board with this name, or the board in the file with this path, which has a slash.
 ///
 /// # Errors
-/// The board is unknown, and the error lists the known boards. Or the file can't be read.
+/// The board is unknown, and the error lists the known boards. An error is also returned if the file of the board can't
+/// be read.
 pub fn load(name: &str) -> Result<Board, String> {
     let text = if name.contains('/') {
         std::fs::read_to_string(name).map_err(|error| format!("{name}: {error}"))?

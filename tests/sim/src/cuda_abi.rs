@@ -1,4 +1,4 @@
-//! The C ABI of CUDA's driver for a program that looks at its first GPU and allocates memory.
+//! The simulated CUDA driver's C ABI, for programs that look at their first GPU and allocate memory.
 
 #![allow(unsafe_code, non_snake_case)]
 
@@ -17,7 +17,7 @@ const NO_DEVICE: c_uint = 100;
 const INVALID_DEVICE: c_uint = 101;
 const INVALID_CONTEXT: c_uint = 201;
 
-/// The numbers of the attributes that programs ask CUDA for.
+/// The numbers of the device attributes for which programs ask the simulated CUDA driver.
 const MULTIPROCESSOR_COUNT: c_int = 16;
 const MEMORY_POOLS_SUPPORTED: c_int = 115;
 
@@ -42,7 +42,7 @@ fn finish(answer: Answer) -> c_uint {
     answer.err().unwrap_or(0)
 }
 
-/// Writes an answer.
+/// Writes an answer to the place that the caller of a CUDA function has given.
 ///
 /// # Safety
 /// `place` is null or may be written.
@@ -50,7 +50,7 @@ unsafe fn put<T>(place: *mut T, value: T) -> Answer {
     if place.is_null() {
         return Err(INVALID_VALUE);
     }
-    // SAFETY: the pointer is not null, and the caller guarantees the rest.
+    // SAFETY: the pointer is not null, and the caller guarantees that a pointer other than null may be written.
     unsafe { place.write(value) };
     Ok(())
 }
@@ -105,7 +105,7 @@ unsafe extern "C" fn cuDeviceGetAttribute(value: *mut c_int, attribute: c_int, _
     finish(found.and_then(|found| unsafe { put(value, found) }))
 }
 
-/// The handle of the only context.
+/// The handle of the only CUDA context that the simulated driver makes in a process.
 const CONTEXT: *mut c_void = 0x10 as *mut c_void;
 
 #[unsafe(no_mangle)]
@@ -200,6 +200,7 @@ extern "C" fn cuMemFree_v2(address: u64) -> c_uint {
 #[unsafe(no_mangle)]
 unsafe extern "C" fn cuGetErrorString(error: c_uint, place: *mut *const c_char) -> c_uint {
     let text = std::ffi::CString::new(client::text(error)).unwrap_or_default();
-    // The text is never freed, since the caller may use it for ever. Errors are rare, so little memory is lost.
+    // The text of the error is never freed, since the caller may use the text for ever. Errors are rare, so the texts
+    // that are never freed take little memory.
     finish(unsafe { put(place, text.into_raw().cast_const()) })
 }

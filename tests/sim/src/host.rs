@@ -1,4 +1,4 @@
-//! Makes the files of a simulated host, which the kernel, udev and an administrator make on a real one.
+//! Makes the files of a simulated host. On a real host the kernel, udev and an administrator make such files.
 
 use std::fs;
 use std::io;
@@ -12,7 +12,7 @@ use crate::state::{Pci, write};
 /// of every GPU. `programs` is the directory with this crate's programs and its library.
 ///
 /// # Errors
-/// Something can't be written. The error names it.
+/// A file or a directory can't be written. The error names the file or the directory.
 pub fn create(board: &Board, root: &Path, slices: Option<u32>, programs: &Path) -> Result<(), String> {
     let taken = fs::read_dir(root).is_ok_and(|mut entries| entries.next().is_some());
     if taken {
@@ -39,7 +39,7 @@ pub fn exports(root: &Path) -> String {
     )
 }
 
-/// Makes /sys, /dev and pci.ids.
+/// Makes /sys, /dev and pci.ids of the simulated host.
 fn bus(board: &Board, sysroot: &Path) -> io::Result<()> {
     let dev = sysroot.join("dev");
     let by_path = dev.join("dri/by-path");
@@ -80,7 +80,7 @@ fn memory(board: &Board, proc: &Path) -> io::Result<()> {
     fs::write(proc.join("meminfo"), format!("MemTotal:       {kib} kB\n"))
 }
 
-/// Makes a device node that every user may open, as NVIDIA's driver does.
+/// Makes a file for a device node that every user may open, as every user may open the nodes of NVIDIA's driver.
 fn for_everybody(path: &Path) -> io::Result<()> {
     fs::write(path, "")?;
     fs::set_permissions(path, fs::Permissions::from_mode(0o666))
@@ -147,9 +147,9 @@ fn config_space(card: &Card) -> Vec<u8> {
     };
     put(0x00, &hex(vendor));
     put(0x02, &hex(model));
-    // In the status register, this bit says that the device has a list of capabilities.
+    // Bit 0x10 of the PCI status register says that the device has a list of capabilities.
     put(0x06, &[0x10, 0x00]);
-    // Class 0302 is a 3D controller.
+    // The PCI class 0302 means a 3D controller.
     put(0x09, &[0x00, 0x02, 0x03]);
     put(0x34, &[POWER]);
     put(POWER, &[0x01, EXPRESS]);
@@ -187,7 +187,7 @@ fn pci_ids(board: &Board) -> String {
     text + "C 03  Display controller\n\t02  3D controller\n"
 }
 
-/// Makes host.conf and the device file.
+/// Makes the configuration of the service: host.conf and the platform's device file.
 fn configuration(board: &Board, root: &Path, slices: Option<u32>) -> io::Result<()> {
     let yunion = root.join("sysroot/etc/yunion");
     fs::create_dir_all(&yunion)?;
@@ -223,7 +223,7 @@ fn configuration(board: &Board, root: &Path, slices: Option<u32>) -> io::Result<
     fs::write(yunion.join(file), devices)
 }
 
-/// Makes the state of the driver: the files of the GPUs and of MPS.
+/// Makes the files with the state of the simulated driver, of its GPUs, and of MPS.
 fn driver(board: &Board, root: &Path) -> io::Result<()> {
     write(&root.join("driver"), &board.driver)?;
     fs::create_dir_all(root.join("mps/fault"))?;
@@ -234,7 +234,7 @@ fn driver(board: &Board, root: &Path) -> io::Result<()> {
         let processes = directory.join("processes");
         fs::create_dir_all(&processes)?;
         fs::create_dir_all(directory.join("error"))?;
-        // CUDA programs of all users write files into this directory.
+        // CUDA programs of all users write files into the directory `processes` of a GPU.
         fs::set_permissions(&processes, fs::Permissions::from_mode(0o1777))?;
         for (name, text) in values(index, card, facts, board) {
             write(&directory.join(name), &text)?;
@@ -264,7 +264,7 @@ fn values(index: usize, card: &Card, facts: &GpuFacts, board: &Board) -> Vec<(&'
     values
 }
 
-/// Links the programs and the libraries under the names that they have on a real host.
+/// Makes links to the simulated programs and libraries, with the names of the programs and libraries on a real host.
 fn links(root: &Path, programs: &Path) -> io::Result<()> {
     let (bin, lib) = (root.join("bin"), root.join("lib"));
     fs::create_dir_all(&bin)?;
@@ -272,7 +272,7 @@ fn links(root: &Path, programs: &Path) -> io::Result<()> {
     for name in ["nvidia-cuda-mps-control", "nvidia-cuda-mps-server", "nvidia-smi", "cuda-client"] {
         symlink(programs.join(name), bin.join(name))?;
     }
-    // One library has the functions of NVML and those of CUDA.
+    // The simulated library has both the functions of NVML and the functions of CUDA, so two links point to it.
     ["libnvidia-ml.so.1", "libcuda.so.1"]
         .into_iter()
         .try_for_each(|name| symlink(library(programs), lib.join(name)))
@@ -285,7 +285,8 @@ fn library(programs: &Path) -> PathBuf {
     if deps.exists() { deps } else { beside }
 }
 
-/// Replaces the host's library by a copy in which a function can't be found, as with a driver that is too old.
+/// Replaces the simulated host's NVML library by a copy without a function, as if the driver was too old for the
+/// function.
 ///
 /// # Errors
 /// The library has no such function, or a file can't be read or written.
@@ -293,8 +294,8 @@ pub fn without_function(root: &Path, function: &str) -> Result<(), String> {
     let library = root.join("lib/libnvidia-ml.so.1");
     let failed = |error: io::Error| format!("{}: {error}", library.display());
     let mut bytes = fs::read(&library).map_err(failed)?;
-    // The dynamic linker finds a function by the hash of its name, and then compares the name itself. With another text in
-    // its place, the linker does not find the function.
+    // The dynamic linker finds a function by the hash of its name, and then compares the name itself. With another text
+    // in place of the name, the linker does not find the function.
     let name = [b"\0", function.as_bytes(), b"\0"].concat();
     let places: Vec<usize> =
         bytes.windows(name.len()).enumerate().filter(|(_, text)| *text == name).map(|(at, _)| at).collect();

@@ -1,27 +1,28 @@
-//! The memory limits of control groups on a GPU, as NVIDIA's documentation has them for driver 615: a control group is named by
-//! its directory, all processes in it and below count together, and a limit below their use is refused.
+//! The memory limits of control groups on a GPU, as NVIDIA's documentation describes them for driver 615. NVML names a
+//! control group by its directory, adds up the memory of all processes in the control group and below it, and refuses a
+//! limit that is smaller than the sum.
 
 use std::fs;
 use std::path::{Path, PathBuf};
 
 use crate::state::{Gpu, Host, code};
 
-/// The hard limit of a control group that has no limit.
+/// The value that NVML returns as the hard limit of a control group without a limit.
 pub const NO_LIMIT: u64 = u64::MAX;
 
 const MIB: u64 = 1 << 20;
 
-/// The first series of the driver that has memory limits.
+/// The first series of NVIDIA's driver that has memory limits for control groups.
 const FIRST_SERIES: u32 = 615;
 
-/// The soft and the hard limit of a control group, in bytes.
+/// The soft and the hard memory limit of a control group, in bytes.
 pub type Limits = (u64, u64);
 
-/// Checks that NVML's functions for limits work: the driver has them, the GPU accounts for memory (its file
-/// `memory_accounting` exists), and the control group exists.
+/// Checks that NVML's functions for the memory limits of control groups work: the driver has them, the GPU accounts for
+/// memory (its file `memory_accounting` exists), and the control group exists.
 ///
 /// # Errors
-/// NVML's code.
+/// NVML's return code.
 pub fn check(host: &Host, gpu: &Gpu, group: &str) -> Result<(), u32> {
     let series = host.driver().and_then(|driver| driver.split('.').next()?.parse().ok()).unwrap_or(0);
     if series < FIRST_SERIES {
@@ -33,8 +34,8 @@ pub fn check(host: &Host, gpu: &Gpu, group: &str) -> Result<(), u32> {
     if fs::metadata(group).is_ok_and(|found| found.is_dir()) { Ok(()) } else { Err(code::OPERATING_SYSTEM) }
 }
 
-/// The limits of a control group. A control group without limits of its own reads the limits of the nearest control
-/// group above it.
+/// The memory limits of a control group on a GPU. A control group without limits of its own reads the limits of the
+/// nearest control group above it.
 pub fn limits(gpu: &Gpu, group: &str) -> Limits {
     let own = |group: &Path| {
         let text = gpu.text(&file(group.to_str()?))?;
@@ -44,10 +45,10 @@ pub fn limits(gpu: &Gpu, group: &str) -> Limits {
     Path::new(group).ancestors().find_map(own).unwrap_or((0, NO_LIMIT))
 }
 
-/// Sets the limits of a control group.
+/// Sets the memory limits of a control group on a GPU.
 ///
 /// # Errors
-/// NVML's code.
+/// NVML's return code.
 pub fn set(gpu: &Gpu, group: &str, (soft, hard): Limits) -> Result<(), u32> {
     let total = gpu.memory_mib() * MIB;
     if soft > hard || (hard != NO_LIMIT && (hard > total || hard < used_bytes(gpu, group))) {
@@ -58,15 +59,15 @@ pub fn set(gpu: &Gpu, group: &str, (soft, hard): Limits) -> Result<(), u32> {
     written.map_err(|_| code::UNKNOWN)
 }
 
-/// The memory of all processes in a control group and below it.
+/// The GPU memory of all processes in a control group and below it, in bytes.
 pub fn used_bytes(gpu: &Gpu, group: &str) -> u64 {
     let processes = gpu.processes();
     let inside = processes.iter().filter(|(pid, _)| is_in(**pid, group));
     inside.map(|(_, (_, mib))| mib * MIB).sum()
 }
 
-/// The memory in MiB that a process can still have by the limits of its control groups. None if no control group has
-/// a limit.
+/// The memory in MiB that a process can still allocate on a GPU by the limits of its control groups. None if no control
+/// group of the process has a limit.
 pub fn room_mib(gpu: &Gpu, pid: u32) -> Option<u64> {
     let files = fs::read_dir(gpu.path("memory_limits")).into_iter().flatten().flatten();
     let groups = files.filter_map(|file| Some(file.file_name().to_str()?.replace('%', "/")));

@@ -24,8 +24,8 @@ type Answer = Result<(), Return>;
 /// The number of calls of nvmlInit without a nvmlShutdown.
 static USERS: AtomicU32 = AtomicU32::new(0);
 
-/// The indices of the GPUs that are awake, because a function has asked for them while the driver is open. NVML wakes one GPU
-/// after the other.
+/// The indices of the GPUs that are awake, because an NVML function has asked for them while the driver is open. NVML
+/// wakes GPUs up one after the other.
 static AWAKE: Mutex<BTreeSet<u32>> = Mutex::new(BTreeSet::new());
 
 #[repr(C)]
@@ -98,15 +98,15 @@ struct FoundLimits {
     current_used: c_ulonglong,
 }
 
-/// A set of NVML events. Only one thread at a time uses it.
+/// A set of NVML events, as nvmlEventSetCreate makes it. Only one thread at a time uses a set of events.
 struct EventSet {
     /// An inotify queue, which becomes readable when a file of one of the set's GPUs changes.
     changes: OwnedFd,
-    /// The GPUs of the set, each with the number of its critical errors that were reported.
+    /// The GPUs of the set, each with the number of the GPU's critical errors that NVML has reported.
     gpus: Vec<(Gpu, usize)>,
 }
 
-/// The event type of critical errors, the only type that is simulated.
+/// NVML's event type of critical errors, the only event type that is simulated.
 const XID: c_ulonglong = 8;
 
 const MIB: u64 = 1024 * 1024;
@@ -115,7 +115,7 @@ fn finish(answer: Answer) -> Return {
     answer.err().unwrap_or(0)
 }
 
-/// The simulated host, for a function that needs no GPU.
+/// The simulated host, for an NVML function that needs no GPU.
 fn host(function: &str) -> Result<Host, Return> {
     let host = Host::from_env().map_err(|_| code::UNKNOWN)?;
     if USERS.load(Ordering::Relaxed) == 0 {
@@ -124,7 +124,7 @@ fn host(function: &str) -> Result<Host, Return> {
     injected(host.root(), function).map_or(Ok(host), Err)
 }
 
-/// Answers a function about one GPU, unless a fault file sets an error.
+/// Answers a call of an NVML function about one GPU, unless a fault file sets an error for the function.
 fn ask(function: &str, device: Device, answer: impl FnOnce(&Gpu) -> Answer) -> Return {
     let gpu = || {
         let index = device.addr().checked_sub(1).and_then(|index| u32::try_from(index).ok());
@@ -135,7 +135,7 @@ fn ask(function: &str, device: Device, answer: impl FnOnce(&Gpu) -> Answer) -> R
     finish(gpu().and_then(|gpu| answer(&gpu)))
 }
 
-/// The error that a fault file sets for this GPU and this function, if there is one.
+/// Returns the error that a fault file sets for this GPU and this NVML function, if the file exists.
 fn check(function: &str, gpu: &Gpu) -> Answer {
     gpu.hang(function);
     if let Some(code) = gpu.injected(function) {
@@ -144,7 +144,7 @@ fn check(function: &str, gpu: &Gpu) -> Answer {
     if gpu.lost() { Err(code::GPU_IS_LOST) } else { Ok(()) }
 }
 
-/// Wakes a GPU up, which takes time without nvidia-persistenced.
+/// Wakes a GPU up. Without nvidia-persistenced this takes the time in the file `wake-ms`.
 fn wake(host: &Host, gpu: &Gpu) {
     let Some(time) = host.text("wake-ms").and_then(|text| text.parse().ok()) else { return };
     let mut awake = AWAKE.lock().unwrap_or_else(PoisonError::into_inner);
@@ -160,7 +160,7 @@ unsafe fn put<T>(out: *mut T, value: T) -> Answer {
     if out.is_null() {
         return Err(code::INVALID_ARGUMENT);
     }
-    // SAFETY: the pointer is not null, and the caller guarantees the rest.
+    // SAFETY: the pointer is not null, and the caller guarantees that a pointer other than null is valid.
     unsafe { out.write(value) };
     Ok(())
 }
@@ -174,7 +174,7 @@ unsafe fn put_text(out: *mut c_char, room: c_uint, text: &str) -> Answer {
     if usize::try_from(room).is_ok_and(|room| room <= text.len()) {
         return Err(code::INSUFFICIENT_SIZE);
     }
-    // SAFETY: there is room for the text and its end, and the two don't overlap.
+    // SAFETY: `out` has room for the text and a NUL byte, and the text does not overlap with `out`.
     unsafe {
         out.copy_from_nonoverlapping(text.as_ptr().cast(), text.len());
         out.add(text.len()).write(0);
@@ -206,7 +206,7 @@ unsafe fn put_handle(
         wake(&host, &gpu);
         check(function, &gpu)?;
         let handle = usize::try_from(gpu.index).map_err(|_| code::UNKNOWN)? + 1;
-        // SAFETY: guaranteed by the caller.
+        // SAFETY: the caller guarantees that the pointer is null or valid.
         unsafe { put(device, std::ptr::without_provenance_mut(handle)) }
     };
     finish(find())
@@ -293,7 +293,7 @@ unsafe extern "C" fn nvmlSystemGetCudaDriverVersion_v2(version: *mut c_int) -> R
 
 #[unsafe(no_mangle)]
 unsafe extern "C" fn nvmlSystemGetCudaDriverVersion(version: *mut c_int) -> Return {
-    // SAFETY: this is the same function under its older name.
+    // SAFETY: nvmlSystemGetCudaDriverVersion is the older name of nvmlSystemGetCudaDriverVersion_v2.
     unsafe { nvmlSystemGetCudaDriverVersion_v2(version) }
 }
 
@@ -366,14 +366,14 @@ unsafe extern "C" fn nvmlDeviceGetIndex(device: Device, index: *mut c_uint) -> R
     ask("nvmlDeviceGetIndex", device, |gpu| unsafe { put(index, gpu.index) })
 }
 
-/// Answers a function that returns one number from a file.
+/// Answers a call of an NVML function that returns one number, which a file of the GPU has.
 ///
 /// # Safety
 /// `out` is null or may be written.
 unsafe fn put_number(function: &str, device: Device, file: &str, out: *mut c_uint) -> Return {
     ask(function, device, |gpu| {
         let number = gpu.number(file).ok_or(code::NOT_SUPPORTED)?;
-        // SAFETY: guaranteed by the caller.
+        // SAFETY: the caller guarantees that the pointer is null or valid.
         unsafe { put(out, c_uint::try_from(number).map_err(|_| code::UNKNOWN)?) }
     })
 }
@@ -546,7 +546,8 @@ extern "C" fn nvmlDeviceSetComputeMode(device: Device, mode: c_uint) -> Return {
     })
 }
 
-/// The field with the recovery action that the driver asks for, the only one that is simulated, and the type of its value.
+/// NVML's field with the recovery action that the driver asks for, which is the only simulated field, and the type of
+/// its value.
 const RECOVERY_ACTION: c_uint = 230;
 const UNSIGNED_INT: c_uint = 1;
 
@@ -597,7 +598,7 @@ unsafe fn put_processes(
         if count.is_null() {
             return Err(code::INVALID_ARGUMENT);
         }
-        // SAFETY: the pointer is not null, and the caller guarantees the rest.
+        // SAFETY: the pointer is not null, and the caller guarantees that a pointer other than null is valid.
         let room = unsafe { count.replace(c_uint::try_from(wanted.len()).unwrap_or(c_uint::MAX)) };
         if usize::try_from(room).is_ok_and(|room| room < wanted.len()) {
             return Err(code::INSUFFICIENT_SIZE);
@@ -609,10 +610,11 @@ unsafe fn put_processes(
                 gpu_instance_id: c_uint::MAX,
                 compute_instance_id: c_uint::MAX,
             };
-            // SAFETY: the check above ensures that there is room for all entries.
+            // SAFETY: the check above ensures that the caller's array has room for all entries.
             unsafe { put(infos.wrapping_byte_add(place * record), info)? };
             if record > size_of::<ProcessInfo>() {
-                // SAFETY: a driver with longer records writes them, whether or not its caller has the room.
+                // SAFETY: a real driver with longer records writes them even beyond its caller's room, and the
+                // simulated driver does the same.
                 unsafe {
                     put(infos.wrapping_byte_add(place * record + size_of::<ProcessInfo>()).cast::<u64>(), 0)?;
                 }
@@ -676,19 +678,19 @@ unsafe extern "C" fn nvmlEventSetFree(set: *mut EventSet) -> Return {
     if set.is_null() {
         return code::INVALID_ARGUMENT;
     }
-    // SAFETY: nvmlEventSetCreate made the set, and NVML's caller frees it once.
+    // SAFETY: nvmlEventSetCreate has made the set, and NVML's caller frees the set once.
     drop(unsafe { Box::from_raw(set) });
     0
 }
 
 /// # Safety
-/// `set` is null or from nvmlEventSetCreate, not freed, and nobody else uses it.
+/// `set` is null, or was made by nvmlEventSetCreate and not freed, and no other thread uses it.
 unsafe fn event_set<'a>(set: *mut EventSet) -> Result<&'a mut EventSet, Return> {
-    // SAFETY: guaranteed by the caller.
+    // SAFETY: the caller guarantees that the pointer is null or valid.
     unsafe { set.as_mut() }.ok_or(code::INVALID_ARGUMENT)
 }
 
-/// Registers a GPU with a set. Only errors that happen later are reported.
+/// Registers a GPU with a set of events. NVML reports only the errors of the GPU that happen after its registration.
 #[unsafe(no_mangle)]
 unsafe extern "C" fn nvmlDeviceRegisterEvents(
     device: Device,
@@ -707,7 +709,7 @@ unsafe extern "C" fn nvmlDeviceRegisterEvents(
     })
 }
 
-/// The first event of the set that was not reported. None if all events were reported.
+/// The first event of the set's GPUs that NVML has not reported. None if NVML has reported all events.
 fn next_event(set: &mut EventSet) -> Result<Option<EventData>, Return> {
     let next = set.gpus.iter_mut().find_map(|(gpu, told)| {
         let xid = *gpu.xids().get(*told)?;
@@ -725,10 +727,10 @@ fn next_event(set: &mut EventSet) -> Result<Option<EventData>, Return> {
     }))
 }
 
-/// Waits until a file of the set's GPUs has changed, or the time is over.
+/// Waits until a file of a GPU in the set of events has changed, at most for the time `longest`.
 fn wait_for_change(changes: &OwnedFd, longest: Duration) -> Answer {
     let longest = Timespec::try_from(longest).map_err(|_| code::INVALID_ARGUMENT)?;
-    // A call that a signal interrupts counts as a change.
+    // A call of `poll` that a signal interrupts counts as a change.
     _ = poll(&mut [PollFd::new(changes, PollFlags::IN)], Some(&longest));
     let mut buffer = [MaybeUninit::uninit(); 1024];
     let mut queue = inotify::Reader::new(changes, &mut buffer);

@@ -1,4 +1,5 @@
-//! nvidia-smi: only `--query-gpu=FIELDS --format=csv[,noheader][,nounits]` and `-i GPU -c MODE`.
+//! The simulated nvidia-smi, which has only the options `--query-gpu=FIELDS --format=csv[,noheader][,nounits]` and
+//! `-i GPU -c MODE`.
 
 use std::io::Write;
 
@@ -134,7 +135,7 @@ fn query(host: &Host, gpus: &[Gpu], fields: &str, format: &str, out: &mut dyn Wr
     Ok(0)
 }
 
-/// The name of a field in the head line, for fields with aliases.
+/// The name of a field in the head line of nvidia-smi's output, also for fields with aliases.
 fn head(field: &str) -> Option<&'static str> {
     Some(match field {
         "index" => "index",

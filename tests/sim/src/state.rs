@@ -1,5 +1,6 @@
-//! The present state of the host's GPUs: one small file per value below `gpus/<n>/`. Each write replaces the file by a
-//! rename, so every process of the simulated host sees the same values, and a test can change each of them with `echo`.
+//! The present state of the simulated host's GPUs: one small file per value below `gpus/<n>/`. A program changes a
+//! value by renaming a new file over the old one, so every process of the simulated host sees the same values. A test
+//! can change each value with `echo`.
 
 use std::collections::BTreeMap;
 use std::fs;
@@ -13,11 +14,11 @@ use rustix::fs::inotify::{self, WatchFlags};
 /// The environment variable with the directory of the simulated host.
 pub const ENV: &str = "YUNION_MPS_SIM";
 
-/// The NVML return codes that the library uses.
+/// The NVML return codes that the simulated NVML library uses.
 pub mod code {
     /// NVML is not initialised.
     pub const UNINITIALIZED: u32 = 1;
-    /// A null pointer or a bad handle.
+    /// NVML's caller has given a null pointer or a bad handle.
     pub const INVALID_ARGUMENT: u32 = 2;
     /// The GPU does not support the function.
     pub const NOT_SUPPORTED: u32 = 3;
@@ -25,25 +26,25 @@ pub mod code {
     pub const NO_PERMISSION: u32 = 4;
     /// NVML knows no such GPU.
     pub const NOT_FOUND: u32 = 6;
-    /// Nothing happened within the time limit.
+    /// No event has happened within the time limit of the call.
     pub const TIMEOUT: u32 = 10;
-    /// The buffer is too small.
+    /// The caller's buffer is too small for the answer.
     pub const INSUFFICIENT_SIZE: u32 = 7;
-    /// The kernel module is not loaded.
+    /// The NVIDIA kernel module is not loaded.
     pub const DRIVER_NOT_LOADED: u32 = 9;
-    /// The library has no such function.
+    /// The NVML library has no function with this name.
     pub const FUNCTION_NOT_FOUND: u32 = 13;
     /// The GPU has fallen off the bus.
     pub const GPU_IS_LOST: u32 = 15;
-    /// The operating system has refused something.
+    /// The operating system has refused a system call of NVML.
     pub const OPERATING_SYSTEM: u32 = 17;
-    /// The structure has another version.
+    /// The caller's structure has a version that NVML does not know.
     pub const ARGUMENT_VERSION_MISMATCH: u32 = 25;
     /// Any other error, such as a missing simulated host.
     pub const UNKNOWN: u32 = 999;
 }
 
-/// The compute modes by NVML's number, in nvidia-smi's spelling.
+/// The compute modes in nvidia-smi's spelling, each at the index that is its number in NVML.
 pub const COMPUTE_MODES: [&str; 4] = ["Default", "Exclusive_Thread", "Prohibited", "Exclusive_Process"];
 
 /// A simulated host.
@@ -58,10 +59,10 @@ impl Host {
         Self { root: root.into() }
     }
 
-    /// The simulated host that the environment names.
+    /// The simulated host whose directory the environment variable [`ENV`] names.
     ///
     /// # Errors
-    /// The variable is not set. The error names it.
+    /// The environment variable [`ENV`] is not set, or names no directory. The error names the variable.
     pub fn from_env() -> Result<Self, String> {
         match std::env::var_os(ENV) {
             Some(root) if Path::new(&root).is_dir() => Ok(Self::at(root)),
@@ -70,35 +71,36 @@ impl Host {
         }
     }
 
-    /// The directory with the host's files.
+    /// The directory with the files of the simulated host.
     pub fn root(&self) -> &Path {
         &self.root
     }
 
-    /// The value in a file of the whole host, trimmed. None if there is no such file.
+    /// The value in a file of the simulated host as a whole, without white space around it. None if there is no such
+    /// file.
     pub fn text(&self, name: &str) -> Option<String> {
         read(&self.root.join(name))
     }
 
-    /// The driver's version. None if the driver is not loaded.
+    /// The version of the driver. None if the driver is not loaded.
     pub fn driver(&self) -> Option<String> {
         self.text("driver")
     }
 
-    /// The number of bytes that a process has in NVML's lists. Drivers 535.43 to 535.86 write 32 bytes, under the
-    /// name of the function with 24.
+    /// The number of bytes that NVML writes for each process in a list of processes. Drivers 535.43 to 535.86 write 32
+    /// bytes for a process, by a function whose name promises 24 bytes.
     pub(crate) fn process_record(&self) -> usize {
         let version = self.driver().unwrap_or_default();
         let minor = version.strip_prefix("535.").and_then(|rest| rest.split('.').next()?.parse::<u32>().ok());
         if minor.is_some_and(|minor| (43..=86).contains(&minor)) { 32 } else { 24 }
     }
 
-    /// The version of the MPS control daemon.
+    /// The version of the simulated MPS control daemon.
     pub fn mps_version(&self) -> u32 {
         self.text("mps/version").and_then(|text| text.parse().ok()).unwrap_or(580)
     }
 
-    /// The driver's CUDA version, 13000 for 13.0.
+    /// The CUDA version of the simulated driver: 13000 stands for 13.0.
     pub fn cuda_version(&self) -> u32 {
         match self.mps_version() {
             535 => 12020,
@@ -108,13 +110,13 @@ impl Host {
         }
     }
 
-    /// The contents of the file that injects this fault into the control daemon. None if there is no such file: the fault
-    /// does not happen.
+    /// The contents of the file that injects this fault into the control daemon. None if no file injects the fault, so
+    /// that it does not happen.
     pub fn fault(&self, name: &str) -> Option<String> {
         self.text(&format!("mps/fault/{name}"))
     }
 
-    /// The NVIDIA GPUs by index.
+    /// The NVIDIA GPUs of the simulated host, ordered by index.
     pub fn gpus(&self) -> Vec<Gpu> {
         let numbers = fs::read_dir(self.root.join("gpus")).into_iter().flatten().flatten();
         let mut indices: Vec<u32> =
@@ -129,11 +131,11 @@ impl Host {
     }
 }
 
-/// One GPU of the host.
+/// One GPU of the simulated host.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Gpu {
     directory: PathBuf,
-    /// The index that nvidia-smi shows.
+    /// The index of the GPU that nvidia-smi shows.
     pub index: u32,
 }
 
@@ -169,7 +171,7 @@ impl Gpu {
         self.directory.join(name)
     }
 
-    /// The value in a file of the GPU, trimmed. None if there is no such file.
+    /// The value in a file of the GPU, without white space around it. None if there is no such file.
     pub fn text(&self, name: &str) -> Option<String> {
         read(&self.directory.join(name))
     }
@@ -187,26 +189,26 @@ impl Gpu {
         write(&self.directory.join(name), text)
     }
 
-    /// The numbers of the GPU's critical errors so far, in their order.
+    /// The Xid numbers of the critical errors that the GPU has had so far, in the order of the errors.
     pub fn xids(&self) -> Vec<u64> {
         let text = fs::read_to_string(self.directory.join("xids")).unwrap_or_default();
-        // A line without a line feed is still being written.
+        // Another process is still writing a line that has no line feed yet.
         let lines = text.split_inclusive('\n').filter_map(|line| line.strip_suffix('\n'));
         lines.filter_map(|line| line.trim().parse().ok()).collect()
     }
 
-    /// Makes an inotify queue report changes of the GPU's values.
+    /// Makes the inotify queue `changes` report changes of the GPU's values.
     pub(crate) fn watch(&self, changes: &OwnedFd) -> io::Result<()> {
         inotify::add_watch(changes, &self.directory, WatchFlags::MODIFY | WatchFlags::MOVED_TO)?;
         Ok(())
     }
 
-    /// The value in a file of the GPU that every host has. Empty if the file was removed.
+    /// The value in a file that every GPU has. The value is empty if a test has removed the file.
     fn fixed(&self, name: &str) -> String {
         self.text(name).unwrap_or_default()
     }
 
-    /// The UUID, `GPU-` and 36 characters.
+    /// The UUID of the GPU: `GPU-` and 36 characters.
     pub fn uuid(&self) -> String {
         self.fixed("uuid")
     }
@@ -221,7 +223,7 @@ impl Gpu {
         Pci::parse(&self.fixed("pci")).unwrap_or_default()
     }
 
-    /// The compute capability, major and minor.
+    /// The compute capability of the GPU: the major and the minor number.
     pub fn compute_capability(&self) -> (u32, u32) {
         let text = self.fixed("compute_capability");
         let (major, minor) = text.split_once('.').unwrap_or((text.as_str(), "0"));
@@ -233,12 +235,12 @@ impl Gpu {
         self.compute_capability() >= (7, 0)
     }
 
-    /// The number of streaming multiprocessors.
+    /// The number of the GPU's streaming multiprocessors.
     pub fn sms(&self) -> u32 {
         self.number("sms").and_then(|sms| sms.try_into().ok()).unwrap_or_default()
     }
 
-    /// The memory that a program can see, in MiB: the total without the reserved part.
+    /// The memory of the GPU that a program can see, in MiB: the total without the part that the driver reserves.
     pub fn usable_mib(&self) -> u64 {
         let total = self.memory_mib() * 1024;
         total.saturating_sub(self.number("memory_reserved_kib").unwrap_or_default()) / 1024
@@ -252,7 +254,7 @@ impl Gpu {
             .unwrap_or_default()
     }
 
-    /// The compute mode, in nvidia-smi's spelling.
+    /// The compute mode of the GPU, in nvidia-smi's spelling.
     pub fn compute_mode(&self) -> String {
         self.text("compute_mode").unwrap_or_else(|| "Default".to_owned())
     }
@@ -262,7 +264,7 @@ impl Gpu {
         self.directory.join("lost").exists()
     }
 
-    /// True if MIG mode is enabled. None if the GPU has no MIG mode.
+    /// True if MIG mode is enabled on the GPU. None if the GPU has no MIG mode.
     pub fn mig(&self) -> Option<bool> {
         self.text("mig").map(|text| text == "Enabled")
     }
@@ -275,7 +277,8 @@ impl Gpu {
             || self.compute_mode() == "Prohibited"
     }
 
-    /// Waits as long as the GPU has the file `hangs`. Meanwhile the file `hung` says that a function waits.
+    /// Makes an NVML function hang: waits as long as the GPU's directory has the file `hangs`. The file `hung` says to
+    /// tests that an NVML function waits.
     pub fn hang(&self, function: &str) {
         let hangs = || fs::read_to_string(self.directory.join("hangs"));
         while hangs().is_ok_and(|only| only.is_empty() || only == function) {
@@ -284,8 +287,8 @@ impl Gpu {
         }
     }
 
-    /// The return code that a fault file sets for this NVML function: `error/<function>`, with or without the
-    /// function's version suffix.
+    /// The return code that a fault file of the GPU sets for this NVML function: `error/<function>`, with or without
+    /// the function's version suffix.
     pub fn injected(&self, function: &str) -> Option<u32> {
         injected(&self.directory, function)
     }
@@ -305,8 +308,8 @@ impl Gpu {
         living.collect()
     }
 
-    /// The processes on the GPU as NVML lists them. Before Volta the server does the work of its clients: NVML lists only the
-    /// server, with the memory of all clients.
+    /// The processes on the GPU as NVML lists them. On a GPU older than Volta the MPS server does the work of its
+    /// clients: NVML lists only the server, with the memory of all clients.
     pub fn processes_in_nvml(&self) -> BTreeMap<u32, (Kind, u64)> {
         let mut processes = self.processes();
         if self.compute_capability() < (7, 0) {
@@ -320,27 +323,28 @@ impl Gpu {
         processes
     }
 
-    /// True if a process computes on the GPU. In exclusive mode no second process can compute there.
+    /// True if a process computes on the GPU. In the compute mode Exclusive_Process no second process can compute on
+    /// the GPU.
     pub fn computes(&self) -> bool {
         self.processes().values().any(|(kind, _)| *kind != Kind::Graphics)
     }
 
-    /// Adds a process to the GPU, or changes the amount of memory that the process holds.
+    /// Adds a process to the GPU's processes, or changes the amount of memory that the process holds.
     pub fn enter(&self, pid: u32, kind: Kind, mib: u64) {
         let text = format!("{} {mib} {}", kind.word(), start_time(pid).unwrap_or_default());
         // If the file can't be written, only NVML's list of processes lacks the process.
         _ = write(&self.directory.join("processes").join(pid.to_string()), &text);
     }
 
-    /// Removes a process from the GPU.
+    /// Removes a process from the GPU's processes.
     pub fn leave(&self, pid: u32) {
         _ = fs::remove_file(self.directory.join("processes").join(pid.to_string()));
     }
 }
 
-/// The GPUs that the value `names` of `CUDA_VISIBLE_DEVICES` makes visible, in its order. The value has indices into
-/// `gpus` or UUIDs, which may be cut. None in the list stands for a name that fits no GPU. Without the variable, all
-/// GPUs are visible.
+/// The GPUs that the value `names` of `CUDA_VISIBLE_DEVICES` makes visible, in the order of the value. The value of
+/// `CUDA_VISIBLE_DEVICES` has indices into `gpus`, or UUIDs, of which the beginning is enough. None in the returned
+/// list stands for a name that fits no GPU. Without the variable `CUDA_VISIBLE_DEVICES`, all GPUs are visible.
 pub fn visible(gpus: &[Gpu], names: Option<&str>) -> Vec<Option<Gpu>> {
     let Some(names) = names else { return gpus.iter().cloned().map(Some).collect() };
     let find = |name: &str| match name.parse::<usize>() {
@@ -364,7 +368,7 @@ pub struct Pci {
 }
 
 impl Pci {
-    /// Parses `0000:00:06.0` or `00000000:00:06.0`, in upper or lower case.
+    /// Parses a PCI address such as `0000:00:06.0` or `00000000:00:06.0`, in upper or lower case.
     pub fn parse(text: &str) -> Option<Self> {
         let (slot, function) = text.split_once('.')?;
         let mut numbers = slot.split(':').map(|part| u32::from_str_radix(part, 16).ok());
@@ -377,7 +381,7 @@ impl Pci {
         numbers.next().is_none().then_some(address)
     }
 
-    /// The address in the spelling of NVML and nvidia-smi: eight digits of domain, upper case.
+    /// The PCI address in the spelling of NVML and nvidia-smi: eight digits for the domain, and upper case.
     pub fn nvml(&self) -> String {
         format!("{:08X}:{:02X}:{:02X}.{:X}", self.domain, self.bus, self.device, self.function)
     }
@@ -390,8 +394,8 @@ pub(crate) fn injected(directory: &Path, function: &str) -> Option<u32> {
     file(function).or_else(|| file(plain))?.parse().ok()
 }
 
-/// The start time of a living process in ticks since boot, which distinguishes it from an earlier process with its
-/// PID.
+/// The start time of a living process in ticks since boot, which distinguishes the process from an earlier process with
+/// the same PID.
 fn start_time(pid: u32) -> Option<String> {
     let fields = behind_name(pid)?;
     let mut fields = fields.split_whitespace();
@@ -399,7 +403,7 @@ fn start_time(pid: u32) -> Option<String> {
     if dead { None } else { fields.nth(18).map(str::to_owned) }
 }
 
-/// The text of /proc/PID/stat after the name of the process, since the name need not be text.
+/// The part of /proc/PID/stat after the name of the process. The name is left out since it need not be valid text.
 pub(crate) fn behind_name(pid: u32) -> Option<String> {
     let stat = fs::read(format!("/proc/{pid}/stat")).ok()?;
     let name_ends = stat.iter().rposition(|byte| *byte == b')')?;
@@ -415,7 +419,8 @@ pub(crate) fn write(path: &Path, text: &str) -> io::Result<()> {
     let name = path.file_name().unwrap_or_default().to_string_lossy();
     let new = path.with_file_name(format!(".{name}.{}", std::process::id()));
     fs::write(&new, format!("{text}\n"))?;
-    // A server that runs as another user also writes its clients into these files.
+    // An MPS server that runs as another user writes the processes of its clients into the files, so every user may
+    // write them.
     fs::set_permissions(&new, fs::Permissions::from_mode(0o666))?;
     fs::rename(&new, path)
 }

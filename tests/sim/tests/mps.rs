@@ -1,5 +1,5 @@
-//! The simulated control daemon, servers and clients, compared with records from an H200 with driver 580, and from 535,
-//! 550 and 555 without a GPU.
+//! Compares the simulated MPS control daemon, servers and clients with records of real ones: of driver 580 on an H200,
+//! and of drivers 535, 550 and 555 without a GPU.
 
 // clippy.toml allows `unwrap` and the like only in functions marked as tests. The helper functions of this file are not
 // marked, and call `unwrap` too.
@@ -44,7 +44,7 @@ impl Host {
 
     fn made_by(sim: &Path, board: &str) -> Self {
         let directory = tempfile::tempdir().unwrap();
-        // Programs of other users read files in this directory, too.
+        // Programs of other users read files in the directory of the simulated host, too.
         fs::set_permissions(&directory, fs::Permissions::from_mode(0o755)).unwrap();
         let made = Command::new(sim).args(["create", board]).arg(directory.path()).output().unwrap();
         assert!(made.status.success(), "{made:?}");
@@ -122,7 +122,7 @@ impl Host {
         String::from_utf8_lossy(&fs::read(self.path(self.place).join("control.out")).unwrap()).into_owned()
     }
 
-    /// The texts of the log's lines, without times and PIDs.
+    /// The texts of the lines in the control daemon's log, without times and PIDs.
     fn texts(&self) -> Vec<String> {
         self.log().lines().filter_map(|line| Some(line.split_once("] ")?.1.to_owned())).collect()
     }
@@ -137,7 +137,7 @@ fn finished(output: &Output) -> (String, i32) {
     (text, output.status.code().unwrap_or(-1))
 }
 
-/// A CUDA program that ends with the test.
+/// A CUDA program that is ended when the test ends.
 struct Client(Option<Child>);
 
 impl Client {
@@ -430,7 +430,8 @@ fn the_control_daemons_environment_decides_the_ordinals() {
         text.lines().map(|line| (field(line, "pci "), field(line, "free "))).collect::<Vec<_>>()
     };
     let pair = |pci: &str, free: &str| (pci.to_owned(), free.to_owned());
-    // As measured with two GPUs: a client numbers its GPUs by address, and a limit is for the client's number.
+    // As measured on a host with two GPUs, a client numbers its GPUs by PCI address, and a memory limit is for the
+    // client's number of the GPU.
     assert_eq!(seen(None), [pair("1b:00", "9726"), pair("2d:00", "6654")]);
     assert_eq!(seen(Some(first)), [pair("1b:00", "9726")]);
     assert_eq!(seen(Some(second)), [pair("2d:00", "9726")]);
@@ -458,8 +459,8 @@ fn the_end_of_the_control_daemon_is_the_end_of_its_clients() {
         let none = host.front_end("get_server_list");
         assert_eq!(String::from_utf8(none.stderr).unwrap(), "Cannot find MPS control daemon process\n");
         assert_eq!(none.status.code(), Some(1));
-        // The control daemon leaves these files at its end. The files do not prevent the next start, which is the second
-        // round of the loop.
+        // The control daemon leaves files in the pipe directory and the log directory at its end. The files that a
+        // control daemon leaves do not prevent the next start, which is the second round of the loop.
         for file in ["control", "control_lock", "control_privileged", "log", "nvidia-cuda-mps-control.pid"] {
             assert!(host.path("mps/pipe").join(file).exists(), "{file}");
         }
@@ -670,8 +671,8 @@ fn a_gpu_takes_48_clients() {
     drop(clients);
 }
 
-/// In compute mode Default each of two control daemons has a server of its own on the GPU, and each server is a fault
-/// domain.
+/// In compute mode Default each control daemon has a server of its own on the GPU, and a fault of one server's client
+/// does not hit the clients of another server.
 #[test]
 fn control_daemons_side_by_side_are_fault_domains() {
     let host = Host::new("h200");
@@ -730,7 +731,7 @@ fn an_initialising_server_dies_with_its_control_daemon() {
     drop(control);
     let stat = format!("/proc/{server}/stat");
     wait_for("the server's end", || {
-        // If no process adopts orphans, the process stays a zombie.
+        // If no process reaps orphans, the server's process stays a zombie after its end.
         fs::read_to_string(&stat).map_or(true, |stat| stat.contains(") Z ")).then_some(())
     });
 }
@@ -832,11 +833,12 @@ fn one_user_at_a_time_or_all_at_once() {
     if !skip::root_or_skip("one_user_at_a_time_or_all_at_once") {
         return;
     }
-    // The programs are copied to a directory that other users can read, which the target directory may not be.
+    // The test copies the programs to a directory that other users can read, since other users may not be able to read
+    // the target directory.
     let programs = tempfile::tempdir().unwrap();
     fs::set_permissions(&programs, fs::Permissions::from_mode(0o755)).unwrap();
-    // `cp` writes the files. If this process wrote them, a child that another thread forks meanwhile could have them open,
-    // and the kernel would refuse to execute them.
+    // `cp` writes the files. If the test's process wrote the programs, a child that another thread forks meanwhile
+    // could have the files open, and the kernel would refuse to execute them.
     let copied = Command::new("cp").args(PROGRAMS).arg(programs.path()).status().unwrap();
     assert!(copied.success());
     let host = Host::made_by(&programs.path().join("yunion-mps-sim"), "h200");

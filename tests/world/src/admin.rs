@@ -1,4 +1,4 @@
-//! Acts of administrators and of tenants, and accidents, in the world.
+//! Acts of administrators and of tenants, and accidents, in the simulated world of random histories.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -21,13 +21,13 @@ pub(crate) fn nothing() -> Demand<u32> {
     }
 }
 
-/// An order for a control daemon in the state file.
+/// The order for a control daemon that the state file has and the configuration does not name.
 fn left_order((id, one): (&DaemonId, &RunningDaemon)) -> Order<u32> {
     Order { id: id.clone(), gpus: one.gpus.clone(), sets_modes: true, payload: 0 }
 }
 
 impl World {
-    /// Makes up a configuration, and returns its orders.
+    /// Makes up a random configuration, and returns its orders for control daemons.
     pub(crate) fn any_demand(&mut self, dice: &mut Dice) -> Demand<u32> {
         self.version += 1;
         let sets_modes = !dice.one_in(8);
@@ -36,11 +36,12 @@ impl World {
         }
         let mut chosen: Vec<String> = GPUS.iter().map(|gpu| (*gpu).to_owned()).collect();
         chosen.retain(|_| !dice.one_in(3));
-        // NVML does not list the clients of the old GPU. With that GPU, the clients of a faulted server are not all known,
-        // and many decisions would not be tried. So histories about faults choose it less often.
+        // NVML does not list the clients of `OLD_GPU`. With `OLD_GPU` in use, the service does not know all clients of
+        // a faulted server, and would not come to many decisions. Therefore histories about faults choose `OLD_GPU`
+        // less often.
         let is_of_faults = self.mood == Mood::Faults;
         chosen.retain(|gpu| gpu != OLD_GPU || !is_of_faults || dice.one_in(3));
-        // Programs without MPS use this GPU, so it can't be served yet.
+        // A GPU in `closed` can't be served yet, since programs without MPS use it.
         let mut closed: Vec<String> = chosen.pop_if(|_| dice.one_in(8)).into_iter().collect();
         let payload = if dice.one_in(3) { self.version } else { 0 };
         let order =
@@ -54,7 +55,7 @@ impl World {
             for gpu in &chosen {
                 let of_gpu = std::slice::from_ref(gpu);
                 if dice.one_in(3) {
-                    // A control daemon for each slice.
+                    // The GPU gets one control daemon for each of its slices.
                     orders.extend(slices_of(gpu).map(|slice| order(&slice, of_gpu)));
                 } else {
                     orders.push(order(gpu, of_gpu));
@@ -65,7 +66,8 @@ impl World {
         closed.retain(|_| sets_modes);
         let certainly =
             if sets_modes { chosen.iter().chain(&closed).cloned().collect() } else { BTreeSet::new() };
-        // Sometimes the service does not know which GPU an entry names. The GPU may be any GPU except `others`.
+        // Sometimes the service does not know which GPU an entry of the configuration names. The GPU of an unknown
+        // entry may be any GPU except those in `others`.
         let others = GPUS.iter().filter(|_| sets_modes).map(|gpu| (*gpu).to_owned());
         let others = dice.one_in(6).then(|| others.filter(|_| dice.one_in(2)).collect());
         let kept = Configured { certainly, others: others.filter(|_| sets_modes) };
@@ -240,8 +242,8 @@ impl World {
         }
     }
 
-    /// An administrator sets the compute mode of a GPU. If the service has to keep another mode, its next check sets
-    /// that mode again.
+    /// An administrator sets the compute mode of a GPU. If the service has to keep another compute mode, the service's
+    /// next check sets that mode again.
     pub(crate) fn mode_is_changed(&mut self, dice: &mut Dice) {
         let gpu = (*dice.pick(&GPUS).unwrap()).to_owned();
         let mode = if dice.one_in(2) { Mode::Default } else { Mode::Prohibited };
@@ -250,8 +252,8 @@ impl World {
         let Some(state) = self.gpus.get_mut(&gpu) else { return };
         state.mode = mode;
         if is_written {
-            // The state file has an earlier mode of this GPU. The service may restore that mode or the new mode: both are
-            // correct.
+            // The state file already has an earlier compute mode of the GPU. The service may later restore the earlier
+            // compute mode or the administrator's new one: both are correct.
             self.strange.insert(gpu);
         } else {
             state.own = mode;

@@ -1,5 +1,5 @@
-//! Control groups that are bound to slices in the world. The registry of bindings is the real code, and the state
-//! file with the bindings survives the service.
+//! Control groups that are bound to slices in the world. The world uses the service's real registry of bindings. The
+//! state file with the bindings survives the service.
 
 use std::collections::BTreeSet;
 use std::sync::Arc;
@@ -17,9 +17,9 @@ use super::tenants::{SliceKnownBy, gpu_of, slice_of};
 use super::ways::{SLICES, SimDrained};
 use super::{Dice, GPUS, World};
 
-/// The control groups in which tenants start programs. The tenant of the container `/a` has made the control group `/a/c` in
-/// it. A user has made the last of these control groups in a control group of the user's own, with the name of the container
-/// `b`.
+/// The control groups in which tenants start programs. The tenant of the container `/a` has made the control group
+/// `/a/c` below `/a`. A user has made the last control group, [`FORGED`], below a control group of the user's own, and
+/// has given it the name of the container `b`.
 const GROUPS: [&str; 4] = ["/a", "/b", "/a/c", FORGED];
 const FORGED: &str = "/u/b";
 
@@ -42,14 +42,14 @@ pub(crate) struct SimBindings {
     were_used: BTreeSet<ControlGroup>,
 }
 
-/// The bytes that a binding takes in the state file. Two bindings with one slice have room; a binding with three
-/// slices would fill the file alone.
+/// The bytes that a binding takes in the state file. The state file has room for bindings with one slice; a binding
+/// with three slices would fill the file alone.
 fn bytes_of(binding: &Binding<BoundSlice>) -> usize {
     binding.slices.len().pow(4) * (LARGEST / 16)
 }
 
-/// The bytes that a control daemon takes in the state file. The service does not read a file that is larger than the
-/// second value.
+/// The bytes that a control daemon takes in the state file. The service does not read a state file that is larger than
+/// [`FILE_BYTES`].
 const DAEMON_BYTES: usize = LARGEST / 100;
 const FILE_BYTES: usize = GROUPS.len() * LARGEST + LARGEST / 10;
 
@@ -72,15 +72,15 @@ fn recorded_container(group: &'static str) -> Option<&'static str> {
     GROUPS.into_iter().find(|above| is_in(group, above) && above.rsplit('/').next() == Some(RECORDED))
 }
 
-/// The owners of a control group and of the control groups above it, from the top. Some control groups in the user's
-/// are owned by root.
+/// The owners of a control group and of the control groups above it, from the top. Root owns the control group
+/// [`FORGED`], though it is in a user's control group.
 fn owners(group: &str) -> impl Iterator<Item = Option<u32>> {
     let all = [("/a", 0), ("/b", 0), ("/a/c", 0), ("/u", 1), (FORGED, 0)];
     all.into_iter().filter(move |(above, _)| is_in(group, above)).map(|(_, owner)| Some(owner))
 }
 
-/// A program as the service sees it on a GPU: with the slice of its control group, or else with the slice that it claims, unless
-/// that slice is bound.
+/// A program as the service sees it on a GPU: with the slice to which its control group is bound, or else with the
+/// slice that the program claims, unless a control group is bound to that slice.
 pub(crate) fn seen(bindings: &Bindings<BoundSlice>, gpu: &str, program: &Program) -> Program {
     let bound =
         bindings.nearest(program.group, |_| true).map(|one| one.slices.iter().find(|(its, _)| its == gpu));
@@ -97,8 +97,8 @@ fn bound_slice(slice: &SliceId) -> BoundSlice {
     (gpu_of(*slice), slice.ordinal)
 }
 
-/// The slices that the service finds for a client when a request asks for them: those of its control group, or else
-/// those that the client claims, unless such a slice is bound.
+/// The slices that the service finds for a client when a request asks for them: the slices to which the client's
+/// control group is bound, or else the slices that the client claims, unless a control group is bound to such a slice.
 pub(crate) fn known_slices(bindings: &BoundGroups, client: &SimClient) -> Option<KnownSlices> {
     if let Some(its) = bindings.nearest(client.program.group, |_| true) {
         let slice = |(gpu, slice): &BoundSlice| slice_of(gpu, *slice);
@@ -121,7 +121,7 @@ fn nearest_in_truth<'b>(bindings: &'b BoundGroups, path: &str) -> Option<&'b Bin
     above.max_by_key(|one| one.group.path.len())
 }
 
-/// True if a client really has one of these slices.
+/// True if a client really has one of the `wanted` slices.
 pub(crate) fn has_one_of(bindings: &BoundGroups, client: &SimClient, wanted: &[SliceId]) -> bool {
     let slice = &client.tenant.slice;
     let is_anothers = || bindings.iter().any(|one| one.slices.contains(&bound_slice(slice)));
@@ -190,9 +190,9 @@ impl World {
         }
     }
 
-    /// The promise a-binding-lasts: a binding ends only when its control group was removed, or when it is empty and
-    /// its time is over, or when its programs have ended and another control group waits for the slice.
-    /// `somebody_waits` is true in the last case.
+    /// The promise a-binding-lasts: a binding ends only when its control group was removed, or when it is empty and its
+    /// time is over, or when its programs have ended and another control group waits for the slice. `somebody_waits` is
+    /// true if the service has ended the bindings since another control group waits for the slice.
     fn check_ended(&self, ended: &[Arc<Binding<BoundSlice>>], somebody_waits: bool) {
         let (use_of, now) = (self.use_of(), self.now.as_secs());
         for one in ended {
@@ -231,8 +231,9 @@ impl World {
         self.check_ended(&ended, true);
     }
 
-    /// The service binds a control group to a slice. Returns true if the control group is bound. A refusal must change
-    /// nothing. The promise one-answer: the other parts of the service that hand out slices give the same answer.
+    /// The service binds a control group to a slice. Returns true if the control group is bound. If the service
+    /// refuses, it must leave the bindings unchanged. The promise one-answer: the other parts of the service that hand
+    /// out slices give the same answer as this part.
     pub(crate) fn bind(
         &mut self,
         group: &'static str,
@@ -274,8 +275,8 @@ impl World {
         is_bound
     }
 
-    /// Checks the owner of a slice that was refused: it must be a control group with programs, or a control group
-    /// that never had programs and still has time.
+    /// Checks the owner of a slice that was refused: the owner must be a control group with programs, or a control
+    /// group that never had programs and whose time for a first program is not over.
     fn check_taken(&self, slice: &BoundSlice, wanted: &Binding<BoundSlice>, shares: bool) {
         let (use_of, now) = (self.use_of(), self.now.as_secs());
         let keeps = |one: &Binding<BoundSlice>| {
@@ -294,8 +295,8 @@ impl World {
         );
     }
 
-    /// A new service reads the state file. The service does not read a file that is too large, and then all bindings are
-    /// lost.
+    /// A new service reads the state file. The service does not read a state file that is too large. All bindings in
+    /// such a file are lost.
     pub(crate) fn read_state_file(&mut self) {
         let bindings: usize = self.bindings.registry.iter().map(bytes_of).sum();
         if bindings + self.state_file.daemons.len() * DAEMON_BYTES > FILE_BYTES {
@@ -375,8 +376,8 @@ impl World {
         }
     }
 
-    /// The host agent's records name this GPU for a container, and no slice. The first client of the container makes
-    /// the service bind the container to the lowest free slice.
+    /// The records of the platform's host agent name this GPU for a container, but no slice. The first client of the
+    /// container makes the service bind the container to the lowest free slice.
     pub(crate) fn bind_recorded(&mut self, gpu: &str) {
         let programs = self.programs_on(gpu);
         let groups: BTreeSet<&str> =

@@ -1,5 +1,5 @@
-//! The budgets of slices in the world. The real code looks at the clients, and attempts to end clients of slices that
-//! exceed their budgets.
+//! The budgets of slices in the simulated world. The service's real code looks at the clients of a GPU, and attempts to
+//! end clients of slices that exceed their budgets.
 
 use std::collections::BTreeMap;
 use std::pin::Pin;
@@ -18,18 +18,19 @@ use super::serving::size_of;
 use super::ways::SLICES;
 use super::{Dice, GPUS, World};
 
-/// A program that is a client.
+/// A program that is a client of MPS.
 #[derive(Debug, Clone)]
 pub(crate) struct Program {
     pub(crate) process: ProcessId,
-    /// The slice of the program. None if the service does not know it.
+    /// The slice of the program. None if the service does not know the program's slice.
     pub(crate) slice: Option<u32>,
     /// The path of the program's control group.
     pub(crate) group: &'static str,
     pub(crate) tenant: usize,
     pub(crate) only_claims: bool,
     pub(crate) mib: u64,
-    /// The number of the program's connection. A program that starts work again has another number.
+    /// The number of the program's connection. A program that starts its work again has another connection, with
+    /// another number.
     pub(crate) connection: u64,
     /// True while a debugger has stopped the program.
     pub(crate) is_held: bool,
@@ -61,12 +62,13 @@ impl Program {
     }
 }
 
-/// The time within which several new clients cause only one look.
+/// The time within which several new clients cause only one look of the service at the clients.
 const SHARE: Duration = Duration::from_millis(250);
 
 type SimEnforcer = Enforcer<SimHeld>;
 
-/// A running attempt of the service to end clients. The attempt returns its enforcer and its result.
+/// A running attempt of the service to end clients of slices that exceed their budgets. The attempt returns its
+/// enforcer and its result.
 type SimAttempt = Pin<Box<dyn Future<Output = (SimEnforcer, Enforced)>>>;
 
 /// The service's watch over the budgets of one GPU.
@@ -118,9 +120,10 @@ impl World {
         all
     }
 
-    /// Puts the budgets of the plan in force.
+    /// The service puts the budgets of its plan in force.
     pub(crate) fn keep_budgets(&mut self) {
-        // The service on the simulated host only reports overuse in a script, so the world does the same.
+        // In a script the service on the simulated host only reports overuse and ends no client, so the service of the
+        // world does the same.
         let may_terminate = !self.is_calm;
         let mut wanted = BTreeMap::new();
         for order in &self.demand.orders {
@@ -163,7 +166,7 @@ impl World {
         watched.any(|watched| watched.can_come_on(self.now))
     }
 
-    /// Returns true if no look at clients is due, and no client is about to be ended.
+    /// Returns true if no look at clients for the budgets is due, and the service is not about to end a client.
     pub(crate) fn budgets_are_at_rest(&self) -> bool {
         let mut watched = self.service.iter().flat_map(|service| service.budgets.values());
         watched.all(|watched| watched.due.is_none() && watched.attempt.is_none())
@@ -178,7 +181,7 @@ impl World {
         watched.filter_map(of).min()
     }
 
-    /// One watch makes a step: it looks at its clients, or its attempt goes on.
+    /// One watch over budgets makes a step: it looks at the clients of its GPU, or its attempt to end clients goes on.
     pub(crate) fn carry_on_budgets(&mut self, dice: &mut Dice) {
         let now = self.now;
         let Some(service) = &self.service else { return };
@@ -253,7 +256,8 @@ impl World {
         self.bury();
     }
 
-    /// A random program changes: it allocates or frees memory, starts work again, or a debugger stops or releases it.
+    /// A random program changes: it allocates or frees memory, starts work again, or a debugger stops or releases the
+    /// program.
     pub(crate) fn program_changes(&mut self, dice: &mut Dice) {
         let daemons: Vec<u32> = self.daemons.keys().copied().collect();
         let Some(one) = dice.pick(&daemons).and_then(|pid| self.daemons.get(pid)) else { return };
@@ -278,7 +282,7 @@ impl World {
         self.budgets_hear_of_clients();
     }
 
-    /// The memory of a tenant's program grows and shrinks for a minute.
+    /// The memory of a tenant's program grows and shrinks again and again.
     pub(crate) fn tenant_comes_and_goes(&mut self, dice: &mut Dice) {
         let gpu = *dice.pick(&GPUS).unwrap();
         for round in 0..32 {

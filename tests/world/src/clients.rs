@@ -1,4 +1,4 @@
-//! The clients of a simulated control daemon: they come, meet fatal GPU errors, lose their work, and leave.
+//! The acts of a simulated control daemon's clients: clients come, meet fatal GPU errors, lose their work, and leave.
 
 use std::collections::BTreeSet;
 use std::time::Duration;
@@ -22,9 +22,9 @@ pub(crate) struct SimClient {
     pub(crate) server: u32,
     /// The ordinals of the GPUs that the client uses.
     pub(crate) ordinals: BTreeSet<usize>,
-    /// The number of the client's connections. Each connection takes one of the places for clients on its GPUs.
+    /// The number of the client's connections. Each connection takes one place for a client on each GPU of the client.
     pub(crate) connections: usize,
-    /// True once a fatal GPU error has taken the client's work, on all of its GPUs.
+    /// True once a fatal GPU error has taken the client's work on all of the client's GPUs.
     pub(crate) is_hit: bool,
     pub(crate) program: Program,
     pub(crate) tenant: Tenant,
@@ -38,8 +38,8 @@ impl SimClient {
 }
 
 impl Mps {
-    /// A client comes to the GPUs with these ordinals. Returns its PID. None if no directory leads the client to this control
-    /// daemon, or the client has to wait.
+    /// A client comes to the GPUs with these ordinals. Returns the client's PID. None if no directory of a slice leads
+    /// the client to this control daemon, or the client has to wait.
     pub(crate) fn client_comes(&mut self, ordinals: BTreeSet<usize>) -> Option<u32> {
         if !ordinals.iter().all(|ordinal| self.is_led_to(*ordinal)) {
             return None;
@@ -53,8 +53,8 @@ impl Mps {
         self.client_is_admitted(ordinals, pid)
     }
 
-    /// A program comes to a slice of a GPU through the directory of the slice. Returns the PID of the program, unless the
-    /// program has to wait.
+    /// A program comes to a slice of a GPU through the directory of the slice. Returns the PID of the program. None if
+    /// the program has to wait.
     pub(crate) fn program_comes(&mut self, gpu: &str, slice: u32, group: &'static str) -> Option<u32> {
         let ordinal = self.gpus.iter().position(|one| one == gpu)?;
         let pid = self.client_is_admitted([ordinal].into(), None)?;
@@ -64,7 +64,7 @@ impl Mps {
         Some(pid)
     }
 
-    /// True if something has happened to this control daemon that the service can't know yet.
+    /// True if an event has happened to this control daemon that the service can't know yet.
     pub(crate) fn has_news(&self) -> bool {
         let is_stopped = |server: &SimServer| server.is_stopped || server.is_ending;
         self.is_hung()
@@ -83,7 +83,7 @@ impl Mps {
         slices_of(gpu).any(|name| ways.get(&name) == Some(&self.pid))
     }
 
-    /// A client leaves, and the next client gets the same PID.
+    /// The client with this PID leaves, and the next client gets the same PID.
     pub(crate) fn is_succeeded(&mut self, pid: u32) {
         let Some(ordinals) = self.clients.get(&pid).map(|client| client.ordinals.clone()) else { return };
         self.client_leaves(pid);
@@ -94,8 +94,8 @@ impl Mps {
         }
     }
 
-    /// True if the next client belongs to another user than the present server. If the server has no client, the
-    /// server ends, and a server for the other user can start.
+    /// True if the next client belongs to another user than the control daemon's present server. If the server has no
+    /// client, the server ends, and a server for the other user can start.
     fn is_for_another_user(&mut self) -> bool {
         let Some(server) = self.servers.keys().next_back().copied() else { return false };
         let is_another = self.dice.one_in(2);
@@ -157,8 +157,8 @@ impl Mps {
         self.ends_if_idle();
     }
 
-    /// The service ends the work of a client. Returns true if the client exists. Half of the programs end after they
-    /// lose their work.
+    /// The service ends the work of a client. Returns true if the client exists. Half of the clients end after they
+    /// have lost their work.
     pub(crate) fn loses_work(&mut self, process: ProcessId) -> bool {
         let is_it = |client: &SimClient| client.program.process == process;
         let is_there = self.clients.get(&process.pid).is_some_and(is_it);
@@ -168,7 +168,8 @@ impl Mps {
         is_there
     }
 
-    /// A client causes a fatal GPU error, which hits every client on its GPU, and no other client.
+    /// A client causes a fatal GPU error, which hits every client of the same server on the same GPU, and no other
+    /// client.
     pub(crate) fn fault(&mut self, pid: u32) {
         let Some(SimClient { server, ordinals, is_hit: false, .. }) = self.clients.get(&pid).cloned() else {
             return;

@@ -1,4 +1,5 @@
-//! The parts of the service that hand out slices. Each of these parts asks the core if a program may have a slice now.
+//! The parts of the service that hand out slices to programs and control groups. Each part that hands out slices asks
+//! the core if a program may have a slice now.
 
 use std::sync::Arc;
 
@@ -22,7 +23,7 @@ impl World {
     pub(crate) fn may_have(&self, slice: &BoundSlice, asker: Asker<'_>) -> Result<(), Obstacle> {
         let taker = asker.kept_out_by(slice, self.bindings.registry(), self.now.as_secs(), self.use_of());
         access::may_have(Standing {
-            // In this world no GPU needs a reset.
+            // In the simulated world no GPU is unusable until a reset.
             unusable: None,
             drained: self.is_drained(&name_of(slice)),
             taken_by: taker.map(|one| one.name().to_owned()),
@@ -43,7 +44,7 @@ impl World {
         (gpu, only_slice(&DaemonId::from(name.as_str())).unwrap())
     }
 
-    /// The order of the configuration that has a slice.
+    /// The order of the configuration for the control daemon that has to serve a slice.
     fn order_of(&self, slice: &BoundSlice) -> Option<&Order<u32>> {
         let has =
             |order: &&Order<u32>| slices(&order.id, &order.gpus).any(|(name, _)| name == name_of(slice));
@@ -69,8 +70,8 @@ impl World {
             && service.watched.get(&order.id).is_some_and(is_shown)
     }
 
-    /// The promise one-answer: a program that was allowed to have a slice, and starts at once, reaches a control
-    /// daemon with the limits of the slice, unless something has happened that the service can't know yet.
+    /// The promise one-answer: a program that was allowed to have a slice, and starts at once, reaches a control daemon
+    /// with the limits of the slice, unless an event has happened that the service can't know yet.
     pub(crate) fn check_is_served(&self, slice: &BoundSlice) {
         let name = name_of(slice);
         assert!(!self.is_drained(&name), "one-answer: {name} is drained, and given");
@@ -91,8 +92,8 @@ impl World {
         assert!(differing.is_none(), "one-answer: {name} is given, and {differing:?}");
     }
 
-    /// A program asks for a slice, or root asks to bind a control group to a slice. If the answer is yes, a program
-    /// starts at once.
+    /// A program asks for a slice, or root asks to bind a control group to a slice. If the service answers yes, a
+    /// program starts in the slice at once.
     pub(crate) fn program_asks(&mut self, dice: &mut Dice) {
         if self.service.as_ref().is_none_or(|service| service.ending.is_some()) {
             return;
@@ -128,7 +129,8 @@ impl World {
         self.budgets_hear_of_clients();
     }
 
-    /// At the end of a history, each slice that is served and not drained is given to any program that shares it.
+    /// Checks that at the end of a history the service gives each slice that is served and not drained to a program
+    /// that is willing to share it.
     pub(crate) fn check_slices_are_given(&self) {
         let asker = Asker { control_group: None, by: BoundBy::Platform, shares: true };
         for order in &self.demand.orders {

@@ -1,5 +1,5 @@
-//! The shell by which the real code that serves a control daemon reaches the world. Each question waits for its turn,
-//! so that anything can happen before the answer.
+//! The shell through which the service's real code for a running control daemon acts on the simulated world. Each
+//! question of the service to the world waits for its turn, so that any event can happen before the answer.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::future::poll_fn;
@@ -19,7 +19,7 @@ use super::reader::Waits;
 use super::story::spaced;
 use super::ways::SimAdmission;
 
-/// The time after which a question to a control daemon has failed.
+/// The time after which the service takes a question without an answer to a control daemon as failed.
 const ANSWER_TIMEOUT: Duration = Duration::from_secs(5);
 
 /// The simulated control daemon for one act of the service.
@@ -27,9 +27,9 @@ const ANSWER_TIMEOUT: Duration = Duration::from_secs(5);
 pub struct SimShell {
     pub(crate) mps: Arc<Mutex<Mps>>,
     pub(crate) id: DaemonId,
-    /// The GPUs of the act's order.
+    /// The GPUs in the order that the service carries out by the act.
     pub(crate) gpus: Vec<String>,
-    /// The limits of the act's order.
+    /// The limits in the order that the service carries out by the act.
     pub(crate) setting: Setting,
     /// The links by which clients find the control daemon.
     pub(crate) admission: SimAdmission,
@@ -45,7 +45,7 @@ impl SimShell {
         self.mps.lock().unwrap()
     }
 
-    /// Waits. The world continues the act after it has seen the reason for the wait.
+    /// Interrupts the act of the service. The world continues the act after the world has seen the reason for the wait.
     async fn wait(&self, waits: Waits) {
         let mut has_begun = false;
         poll_fn(|_| {
@@ -69,7 +69,8 @@ impl SimShell {
         self.wait(Waits::Turn(now)).await;
     }
 
-    /// Asks the control daemon. `other` is the answer if another control daemon has taken the control daemon's place.
+    /// Asks the control daemon a question. `other` is the answer if another control daemon listens in the control
+    /// daemon's directory.
     async fn ask<T: Send>(
         &self,
         question: &'static str,
@@ -110,7 +111,8 @@ impl SimShell {
         effect(&mut mps)
     }
 
-    /// Gives the control daemon a command. The command may be carried out though its answer is late or lost.
+    /// Gives the control daemon a command. The control daemon may carry out the command though its answer is late or
+    /// lost.
     async fn command<T: Send>(
         &self,
         question: &'static str,
@@ -131,8 +133,8 @@ impl SimShell {
         answer
     }
 
-    /// The promise limits-are-in-force: while the control daemon is shown as ready, it has the limits of its order,
-    /// unless another program has just changed them.
+    /// The promise limits-are-in-force: while the service shows a control daemon as ready, the control daemon has the
+    /// limits of its order, unless another program has just changed these limits.
     fn check_limits_are_in_force(&self, mps: &Mps) {
         if mps.reader.is_ready() && mps.taken_by.is_none() {
             let differing = mps.differing(self.setting, false);
@@ -140,7 +142,8 @@ impl SimShell {
         }
     }
 
-    /// The next event that the service sees: a line of the log, an end, or a request. None: nothing has happened.
+    /// The next event of the control daemon that the service sees: a line of its log, the end of a process, or an
+    /// administrator's request. None: nothing has happened.
     fn happened(&self, takes_requests: bool) -> Result<Option<Occurrence>, Failure> {
         let mut mps = self.lock();
         mps.count_step();
@@ -165,9 +168,9 @@ impl SimShell {
     }
 }
 
-/// The promise what-is-ready-takes-clients: no server of a control daemon that is shown as ready has a fatal GPU
-/// error that the log has reported. If the driver does not report the status of servers, the log has to have named
-/// the clients that were hit, too.
+/// The promise what-is-ready-takes-clients: no server of a control daemon that is shown as ready has a fatal GPU error
+/// that the log has reported. If the driver does not report the status of servers, this promise counts only once the
+/// log has named the clients that the error has hit.
 fn check_what_is_ready_takes_clients(mps: &Mps) {
     let reader = &mps.reader;
     let was_read = |line: usize| (reader.quiet_until..reader.position).contains(&line);
@@ -215,7 +218,8 @@ impl Shell for SimShell {
         u64::try_from(mps.log.len()).ok()
     }
 
-    /// Takes a turn for some of the lines, so that the act can be interrupted between two lines.
+    /// Reads the next line of the log. Some lines take a turn, so that the world can interrupt the act between two
+    /// lines.
     async fn line_before(&mut self, end: u64) -> Option<Said> {
         let takes_long = self.lock().goes_wrong(10);
         if takes_long {
@@ -417,7 +421,8 @@ impl Shell for SimShell {
         !self.lock().is_alive
     }
 
-    /// The call takes no turn: no client must come between the last look at the clients and the signal.
+    /// This function takes no turn, since no client must come between the service's last look at the clients and the
+    /// signal.
     async fn end_by_signal(&mut self, may_end: Permit) -> bool {
         let mut mps = self.lock();
         mps.note(format_args!("signal ({:?})", may_end.cause()));
@@ -432,7 +437,7 @@ impl Shell for SimShell {
         self.lock().note(format_args!("clients on GPUs"));
         self.turn().await;
         let mut mps = self.lock();
-        // NVML fails for one of the GPUs.
+        // Sometimes NVML fails to list the processes of one of the GPUs.
         let gpus = mps.gpus.clone();
         let failing = if mps.goes_wrong(30) { mps.dice.pick(&gpus).cloned() } else { None };
         let on = |ordinal: usize| {
@@ -442,8 +447,9 @@ impl Shell for SimShell {
         let list = |(ordinal, gpu): (usize, &String)| {
             let there = match self.id.tenure() {
                 Tenure::Alone => Some(on(ordinal)).filter(|_| self.lists_clients(gpu)),
-                // Several control daemons have the GPU, and NVML lists the clients of all of them. So only the clients count
-                // that are known as clients of this control daemon.
+                // Several control daemons have the GPU in turns, and NVML lists the clients of all these control
+                // daemons. Of the listed clients only those in `ours` are known as clients of this control daemon, and
+                // only these count.
                 Tenure::InTurns => Some(&on(ordinal) & ours).filter(|ours| !ours.is_empty()),
             };
             let there = there.filter(|_| !mps.out_of_reach.contains(gpu) && failing.as_ref() != Some(gpu));
@@ -513,8 +519,9 @@ impl Shell for SimShell {
         self.admission.reopen_ways(&mut mps);
     }
 
-    /// The promise programs-wait-for-a-server: waiting programs are released only to a server. Without a server the programs
-    /// would start without MPS, and prevent the start of a server. The server may have ended without the service's knowledge.
+    /// The promise programs-wait-for-a-server: the service releases the programs that wait only when a server has the
+    /// GPUs. Without a server the released programs would start without MPS, and prevent the start of a server. The
+    /// server may have ended without the service's knowledge.
     fn let_go(&mut self) {
         let mut mps = self.lock();
         mps.note(format_args!("let go"));

@@ -1,5 +1,5 @@
-//! The shell by which the real code for requests to end GPU work reaches the world. Each question waits for its turn,
-//! so that anything can happen before the answer.
+//! The shell through which the service's real code for requests to end GPU work acts on the simulated world. Each
+//! question of the service to the world waits for its turn, so that any event can happen before the answer.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
@@ -24,19 +24,20 @@ use super::mps::{Mps, OLD_GPU};
 use super::reader::Waits;
 use super::tenants::{first_reception, gpu_of};
 
-/// The time after which a question to a control daemon has failed.
+/// The time after which the service takes a question without an answer to a control daemon as failed.
 const ANSWER_TIMEOUT: Duration = Duration::from_secs(5);
 
-/// The time after which a question has failed if the request precedes a signal to a container.
+/// The time after which a question to a control daemon has failed, if the request to end GPU work precedes a signal to
+/// a container.
 const SHORT_ANSWER_TIMEOUT: Duration = Duration::from_secs(1);
 
-/// The time for which a control daemon waits for a client that can't release its GPU.
+/// The time for which a control daemon waits for a client that can't take part in the end of its work.
 const WAITS_FOR_CLIENT: Duration = Duration::from_secs(32);
 
-/// The most questions that a request may ask at one moment of the world.
+/// The most questions that a request to end GPU work may ask control daemons at one moment of the world.
 const MOST_IN_A_MOMENT: usize = 400;
 
-/// A client, as messages of the service describe it.
+/// A client of MPS, as the service's messages describe it.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct SimOwner {
     pub(crate) pid: u32,
@@ -58,7 +59,7 @@ pub(crate) struct SimProcess {
     pub(crate) process: u32,
 }
 
-/// A request to end GPU work that is under way, and the facts with which its answer is compared.
+/// A request to end GPU work that the service is carrying out, and the facts with which the world compares the answer.
 #[derive(Debug)]
 pub(crate) struct RequestState {
     pub(crate) now: Duration,
@@ -69,20 +70,20 @@ pub(crate) struct RequestState {
     pub(crate) target: Target,
     /// The control groups that were bound when the request began.
     pub(crate) bindings: BoundGroups,
-    /// The number of the process that had the wanted PID when the request began.
+    /// The number of the process that had the PID which the request names, when the request to end GPU work began.
     pub(crate) named: Option<u32>,
-    /// The clients that the request means, and that were at work when the request began.
+    /// The clients whose work the request has to end, and that were at work when the request began.
     pub(crate) wanted: BTreeSet<SimProcess>,
-    /// The wanted clients that were at work when their control daemon last listed its clients, by the PID of the
-    /// control daemon.
+    /// The clients whose work the request has to end, and that were at work when their control daemon last listed its
+    /// clients, by the PID of the control daemon.
     pub(crate) at_work: BTreeMap<u32, BTreeSet<SimProcess>>,
-    /// The PIDs of the control daemons whose last list has left out a client.
+    /// The PIDs of the control daemons whose last list of clients has left out a client.
     pub(crate) has_left_out: BTreeSet<u32>,
-    /// The clients that the request has found at work.
+    /// The clients that the request to end GPU work has found at work.
     pub(crate) found: BTreeSet<SimProcess>,
-    /// The clients that the request has ended, as an answer has confirmed.
+    /// The clients whose work the request has ended, as a control daemon's answer has confirmed.
     pub(crate) ended: BTreeSet<SimProcess>,
-    /// The clients that may have ended, since the answer was lost.
+    /// The clients whose work may have ended, since the control daemon's answer was lost.
     pub(crate) lost: BTreeSet<SimProcess>,
     /// The number of faults of each control daemon when it last answered a question for a server's status.
     pub(crate) faults: BTreeMap<u32, usize>,
@@ -90,7 +91,7 @@ pub(crate) struct RequestState {
 }
 
 impl RequestState {
-    /// A request that begins now, and has not found any client yet.
+    /// The state of a request to end GPU work that begins now, and has not found any client yet.
     pub(crate) fn new(target: Target, now: Duration, dice: Dice, bindings: BoundGroups) -> Self {
         Self {
             now,
@@ -136,26 +137,26 @@ impl RequestState {
     }
 }
 
-/// A control daemon that a request can reach.
+/// A control daemon that a request to end GPU work can ask.
 #[derive(Clone)]
 pub(crate) struct Reached {
     pub(crate) pid: u32,
     pub(crate) mps: Arc<Mutex<Mps>>,
-    /// The GPUs of the control daemon. None if the service does not know them.
+    /// The GPUs of the control daemon. None if the service does not know the GPUs of the control daemon.
     pub(crate) gpus: Option<Vec<String>>,
 }
 
-/// The control daemons that a request asks, and the state of the request.
+/// The control daemons that a request to end GPU work asks, and the state of the request.
 #[derive(Clone)]
 pub(crate) struct SimEnding {
     pub(crate) state: Arc<Mutex<RequestState>>,
     pub(crate) daemons: Vec<Reached>,
 }
 
-/// A process that was continued, so that its control daemon can end its work.
+/// A stopped process that the service has continued, so that its control daemon can end the process's work.
 pub(crate) struct SimGoingOn(SimProcess);
 
-/// The servers that report that they handle a fatal GPU error.
+/// The servers of a control daemon that report that they handle a fatal GPU error.
 fn faulted(one: &Reached) -> BTreeSet<u32> {
     let mps = one.mps.lock().unwrap();
     let faulted = mps.servers.iter().filter(|(_, one)| one.status == ServerStatus::Fault && !mps.is_old);
@@ -190,7 +191,8 @@ impl SimEnding {
         self.wait(Waits::Turn(now)).await;
     }
 
-    /// The question of a request that gets no answer: waits for the deadline, and returns the error.
+    /// Stands for a control daemon that does not answer: waits until the deadline of the question, and returns the
+    /// error.
     async fn is_silent(&self) -> String {
         let is_short = matches!(self.state().target, Target::Signalled(_));
         let until = self.state().now + if is_short { SHORT_ANSWER_TIMEOUT } else { ANSWER_TIMEOUT };
@@ -198,13 +200,13 @@ impl SimEnding {
         "the control daemon has not answered for 5 s".to_owned()
     }
 
-    /// Looks at the client that has this PID now. None if there is no such client.
+    /// Calls `look` with the client that has this PID now. None if no client has this PID.
     fn look<T>(&self, pid: u32, look: impl Fn(&SimClient) -> T) -> Option<T> {
         self.daemons.iter().find_map(|one| one.mps.lock().unwrap().clients.get(&pid).map(&look))
     }
 
-    /// Asks the kernel about the client with this PID. The answer takes a turn, since the service asks on another
-    /// thread.
+    /// Asks the kernel about the client with this PID. The answer takes a turn of the world, since the service asks the
+    /// kernel on another thread.
     async fn ask<T>(&self, pid: u32, look: impl Fn(&SimClient) -> T) -> Result<T, String> {
         self.turn().await;
         if self.state().goes_wrong(60) {
@@ -213,7 +215,7 @@ impl SimEnding {
         self.look(pid, look).ok_or_else(|| "no such process".to_owned())
     }
 
-    /// The list of clients of one control daemon.
+    /// Asks one control daemon for the list of its clients.
     fn take_list(&self, one: &Reached) -> Result<DaemonClients, UnknownClients> {
         let (mut mps, mut state) = (one.mps.lock().unwrap(), self.state());
         let has_no_server = !mps.is_alive || mps.servers.is_empty();
@@ -256,8 +258,8 @@ impl SimEnding {
             client.is_some_and(SimClient::is_at_work)
         };
         let mut at_work: BTreeSet<SimProcess> = state.wanted.iter().copied().filter(is_at_work).collect();
-        // The list leaves out one client. If that client had no work at the list before and starts work just now, it counts
-        // as one that has come after the end.
+        // The control daemon's list leaves out one client. If the client that the list leaves out had no work at the
+        // list before, and starts work just now, it counts as a client that has come too late for the request.
         if state.has_left_out.contains(&one.pid)
             && let Some(before) = state.at_work.get(&one.pid)
         {
@@ -388,8 +390,8 @@ impl ClientShell for SimEnding {
         assert_eq!(may_end.cause(), Cause::Asked);
         let one = self.find(*control).clone();
         let pid = client.0.pid;
-        // The request ends the process that has the PID at this moment. Another process gets the PID only after all other
-        // PIDs were used.
+        // The control daemon ends the work of the process that has the client's PID at this moment. Another process
+        // gets the PID only after all other PIDs were used.
         let Some(process) = self.look(pid, |client| client.tenant.process) else {
             return Ok(TerminateAnswer::NoSuchClient);
         };

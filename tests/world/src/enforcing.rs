@@ -1,4 +1,5 @@
-//! The shell by which the real code that ends clients for a budget reaches the world, and the checks of this code.
+//! The shell through which the service's real code that ends clients for a budget acts on the simulated world, and the
+//! checks of this code.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::future::poll_fn;
@@ -18,46 +19,48 @@ use super::answers::listed;
 use super::budgets::Program;
 use super::mps::Mps;
 
-/// The time after which a question to a control daemon has failed.
+/// The time after which the service takes a question without an answer to a control daemon as failed.
 const ANSWER_TIMEOUT: Duration = Duration::from_secs(5);
 
-/// The greatest age of the look and of the list of clients by which a client is chosen to be ended.
+/// The greatest age of the look at the GPU and of the list of clients by which the service chooses a client to end it.
 const FRESH: Duration = Duration::from_secs(2);
 
 /// The longest time for which the service does not try again to end a client that it could not end.
 const LEFT_ALONE: Duration = Duration::from_secs(61);
 
-/// The most messages about the overuse of one slice in a minute.
+/// The most messages that the service may log about the overuse of one slice in a minute.
 const MOST_TOLD: usize = 20;
 
 /// The facts about the budgets of a GPU's slices with which the service's acts are compared.
 #[derive(Debug)]
 pub(crate) struct Facts {
     pub(crate) now: Duration,
-    /// The moment until which the attempt waits. None if the attempt does not wait.
+    /// The moment until which the attempt to end clients waits. None if the attempt does not wait.
     pub(crate) waits_until: Option<Duration>,
     budgets: Option<SliceBudgets>,
-    /// The clients that were there before the service, or before the budgets became smaller. The budget must not end these
-    /// clients.
+    /// The clients that ran before the service began, or before the budgets became smaller. The service must not end
+    /// these earlier clients for the budget.
     before: BTreeSet<ProcessId>,
-    /// True until the first look after the service began or the budgets became smaller. Clients that come before that
-    /// look may be spared too.
+    /// True until the service first looks at the clients after it began, or after the budgets became smaller. The
+    /// service may also spare clients that come before its first look.
     is_unseen: bool,
     may_be_spared: BTreeSet<ProcessId>,
     seen: Vec<Program>,
     seen_at: Duration,
     seen_budgets: Option<SliceBudgets>,
-    /// The clients that the control daemons have listed last, each with the number of its connection.
+    /// The clients in the last lists of the control daemons, each with the number of its connection.
     listed: BTreeMap<ProcessId, u64>,
     listed_at: Duration,
-    /// The clients that are known to have lost their work, each with the number of its connection at that time.
+    /// The clients that are known to have lost their work, each with the number that its connection had when the work
+    /// was lost.
     ended: BTreeMap<ProcessId, u64>,
-    /// The clients that the service has asked to end, without an answer.
+    /// The clients whose end the service has asked of a control daemon, without an answer.
     in_doubt: BTreeSet<ProcessId>,
-    /// The clients that could not be ended, each with the moment of the attempt.
+    /// The clients that the service could not end, each with the moment of the attempt to end it.
     refused: BTreeMap<ProcessId, Duration>,
     told: BTreeMap<u32, Vec<Duration>>,
-    /// The client that the service has chosen last, and the reason why it must not be ended. None if the client may be ended.
+    /// The client that the service has last chosen to end, and the reason why the service must not end it. None if the
+    /// client may be ended.
     chosen: Option<(ProcessId, Option<&'static str>)>,
 }
 
@@ -85,7 +88,8 @@ impl Default for Facts {
 }
 
 impl Facts {
-    /// Puts these budgets in force. `there` are the programs that are clients at this moment.
+    /// Takes note that the service puts the budgets `now` in force. `there` has the programs that are clients at this
+    /// moment.
     pub(crate) fn is_in_force(&mut self, now: &SliceBudgets, there: &[Program]) {
         let smaller = |before: &SliceBudgets| {
             let mut both = now.budgets.iter().zip(&before.budgets);
@@ -100,7 +104,7 @@ impl Facts {
         self.budgets = Some(now.clone());
     }
 
-    /// NVML lists these programs at a look.
+    /// Takes note that NVML lists these programs when the service looks at a GPU.
     pub(crate) fn are_seen(&mut self, programs: &[Program], now: Duration) {
         if std::mem::take(&mut self.is_unseen) {
             self.may_be_spared.extend(programs.iter().map(|program| program.process));
@@ -110,7 +114,8 @@ impl Facts {
         self.seen_budgets.clone_from(&self.budgets);
     }
 
-    /// Takes note of a message about the overuse of this slice, and checks that there are not too many.
+    /// Takes note of a message about the overuse of this slice, and checks that the service does not log too many of
+    /// them.
     pub(crate) fn is_told(&mut self, slice: u32, now: Duration) {
         let told = self.told.entry(slice).or_default();
         told.push(now);
@@ -121,7 +126,7 @@ impl Facts {
         );
     }
 
-    /// The service has looked up which process has this PID. None if no process has the PID.
+    /// Takes note that the service has looked up which process has this PID. None if no process has the PID.
     fn is_found(&mut self, pid: u32, process: Option<ProcessId>) {
         self.listed.retain(|one, _| one.pid != pid || process == Some(*one));
     }
@@ -169,7 +174,7 @@ impl Facts {
     }
 }
 
-/// A handle of a process, and the PID of the control daemon of the process.
+/// A handle of a client's process, with the control daemon of the client.
 #[derive(Clone)]
 pub(crate) struct SimHeld {
     mps: Arc<Mutex<Mps>>,
@@ -205,7 +210,8 @@ impl SimEnforcement {
         .await;
     }
 
-    /// Waits for a turn, and while the control daemon hangs. The error: the control daemon does not answer in time.
+    /// Waits for a turn of the world, and as long as the control daemon hangs. The result is an error if the control
+    /// daemon does not answer in time.
     async fn reach(&self, question: &str, mps: &Mutex<Mps>) -> Result<(), String> {
         let begun = self.facts().now;
         let takes = lock(mps).stage.takes.get(question).copied().unwrap_or_default();
@@ -307,8 +313,8 @@ impl ClientShell for SimEnforcement {
         Ok(held.process)
     }
 
-    /// The promise work-is-safe: a client that the service asks a control daemon to end exceeded the budget when it
-    /// was chosen, one question before.
+    /// The promise work-is-safe: a client that the service asks a control daemon to end exceeded the budget when the
+    /// service chose the client, one question before.
     async fn terminate_client(
         &mut self,
         control: &Self::Control,
@@ -330,7 +336,7 @@ impl ClientShell for SimEnforcement {
         let answer = self.reach("end the work", control).await;
         let (is_late, is_lost) = {
             let mut mps = lock(control);
-            // The control daemon hangs now, and may carry out the request later.
+            // A control daemon that does not answer in time may still carry out the command later.
             let is_late = answer.is_err() && mps.goes_wrong(2);
             let is_lost = mps.goes_wrong(5) || mps.stage.lost_answers > 0;
             mps.stage.lost_answers = mps.stage.lost_answers.saturating_sub(1);

@@ -14,8 +14,8 @@ const SCAN: Duration = Duration::from_secs(5);
 /// The state of the simulated NVML.
 #[derive(Debug, Default)]
 pub(crate) struct SimNvml {
-    /// The number of times that the driver was loaded again. A program that has opened the driver before has to open
-    /// it again.
+    /// The number of times that NVIDIA's driver was loaded again. A program that has opened the driver before it was
+    /// loaded again has to open it again.
     loads: u32,
     /// True while NVML does not list the GPUs. NVML still answers questions about each GPU.
     lists_none: bool,
@@ -41,7 +41,8 @@ impl World {
         self.tell_of_nvml();
     }
 
-    /// One GPU in `gpus`, or each of them, falls off the bus. A GPU that has fallen off before comes back.
+    /// One GPU in `gpus`, or each GPU in `gpus`, falls off the bus. A GPU that has already fallen off the bus comes
+    /// back.
     pub(crate) fn gpus_fall_off(&mut self, gpus: &[String], dice: &mut Dice) {
         let gpus = dice.pick(gpus).filter(|_| dice.one_in(2)).map_or(gpus, std::slice::from_ref);
         for gpu in gpus {
@@ -85,8 +86,8 @@ impl World {
         }
     }
 
-    /// The service looks at the host. Returns true if NVML has listed the GPUs. The promise a-driver-stays: a driver
-    /// that works stays in force, even if the look fails.
+    /// The service looks at the host's driver and GPUs. Returns true if NVML has listed the GPUs. The promise
+    /// a-driver-stays: a driver that works stays in force, even if a look of the service at the host fails.
     pub(crate) fn look(&mut self) -> bool {
         let loads = self.nvml.loads;
         let is_listed = loop {
@@ -121,8 +122,8 @@ impl World {
         }
     }
 
-    /// The service looks at the host: regularly while it has no plan or no driver, or because an administrator wants
-    /// it.
+    /// The service looks at the host: regularly while it has no plan or no driver, or because an administrator has
+    /// asked for a look.
     pub(crate) fn look_again(&mut self) {
         let is_ending = self.service.as_ref().is_none_or(|service| service.ending.is_some());
         if !is_ending && self.look() && self.service.as_ref().is_some_and(|service| !service.has_plan) {
@@ -137,7 +138,7 @@ impl World {
         }
     }
 
-    /// The service looks at the host if the regular look is due.
+    /// The service looks at the host if its regular look at the host is due.
     pub(crate) fn look_if_due(&mut self) {
         let due = self.service.as_ref().and_then(|service| service.next_look);
         if due.is_some_and(|due| due <= self.now) {

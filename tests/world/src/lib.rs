@@ -1,5 +1,6 @@
-//! A host in memory: GPUs with compute modes, control daemons with clients, the state file, and the service's shell, which
-//! carries out the acts of the core step by step, like the service. The service can be killed between any two steps.
+//! A host in memory, for random histories of the service: GPUs with compute modes, control daemons with clients, the
+//! state file, and a shell, which carries out the acts of the service's core step by step, like the service. In a
+//! history the service can be killed between any two steps.
 
 // Everything in this crate is for tests.
 #![allow(
@@ -69,7 +70,7 @@ pub fn mixed(seed: u64) -> u64 {
     z ^ (z >> 31)
 }
 
-/// Random choices that all follow from one number, so that a history without some of its steps is a valid history.
+/// Random choices that all follow from one number, so that a history is still valid if some of its steps are removed.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Dice(u64);
 
@@ -103,9 +104,10 @@ enum Mode {
 #[derive(Debug, Clone)]
 struct GpuState {
     mode: Mode,
-    /// The compute mode that an administrator has set last.
+    /// The compute mode that an administrator has last set on the GPU.
     own: Mode,
-    /// The compute mode that the service has set last. None if the service has set no mode.
+    /// The compute mode that the service has last set on the GPU. None if the service has set no compute mode on the
+    /// GPU.
     ours: Option<Mode>,
 }
 
@@ -115,10 +117,10 @@ struct ControlDaemon {
     id: DaemonId,
     gpus: Vec<String>,
     mps: Arc<Mutex<Mps>>,
-    /// True if the last order of the control daemon sets compute modes.
+    /// True if the last order for the control daemon lets the service set compute modes.
     sets_modes: bool,
-    /// True while the process waits for the byte with which it becomes the control daemon. The process ends if the service
-    /// ends.
+    /// True while a new process waits for the byte from the service with which the process becomes the control daemon.
+    /// A process that still waits for the byte ends if the service ends.
     is_paused: bool,
 }
 
@@ -128,7 +130,7 @@ struct StateFile {
     modes: BTreeMap<String, Mode>,
 }
 
-/// An act of the core about a control daemon that the service is carrying out.
+/// An act about a control daemon that the core has decided and that the service is carrying out.
 #[derive(Debug, Clone)]
 struct Task {
     order: Order<u32>,
@@ -136,44 +138,45 @@ struct Task {
     held: BTreeSet<String>,
     act: DaemonAct,
     step: usize,
-    /// True if the core wants the act to be interrupted.
+    /// True if the core wants the service to interrupt the act.
     is_interrupted: bool,
-    /// True if the act has begun after the service was told to end.
+    /// True if the act has begun after the service got the request to end.
     is_for_the_end: bool,
 }
 
 /// The service between its start and its end.
 struct Service {
     core: Core<u32>,
-    /// The driver that the service has opened.
+    /// The NVIDIA driver that the service has opened.
     driver: DriverInForce<u32>,
-    /// True if the service has a plan: a look at the host has succeeded, or none was needed.
+    /// True if the service has a plan for the host: a look at the host has succeeded, or the service needed no look.
     has_plan: bool,
     next_look: Option<Duration>,
     tasks: BTreeMap<DaemonId, Task>,
-    /// The running acts about control daemons that run.
+    /// The acts about running control daemons that the service is carrying out.
     acts: BTreeMap<DaemonId, RunningAct>,
     /// The control daemons that are being started, each with the simulation of its process.
     starting: BTreeMap<DaemonId, Arc<Mutex<Mps>>>,
-    /// The control daemons whose processes a supervisor has taken hold of.
+    /// The control daemons whose processes a supervisor of the service watches.
     watched: BTreeMap<DaemonId, Watched>,
     reaches: Reaches,
     admissions: BTreeMap<DaemonId, SimAdmission>,
     /// The service's watches over the budgets of slices, by GPU.
     budgets: BTreeMap<String, SimWatch>,
-    /// The memory limits that the kernel should enforce for the service.
+    /// The memory limits that the service wants the kernel to enforce.
     kernel_limits: SimKernelLimits,
-    /// The compute modes that are being changed, by GPU: true if the service sets its mode, false if it restores the
-    /// former one; and the number of finished steps.
+    /// The compute modes that are being changed, by GPU: true if the service sets its own mode, false if the service
+    /// restores the former mode. The second value is the number of finished steps of the change.
     modes: BTreeMap<String, (bool, usize)>,
     /// The requests to end GPU work that the service is carrying out.
     requests: Vec<SimRequest>,
     ending: Option<Ending>,
-    /// The control daemons that had clients when MPS was disabled, and keep them.
+    /// The control daemons that had clients when MPS was disabled, and that run on with these clients.
     spared: BTreeSet<DaemonId>,
-    /// The control daemons whose last order sets no compute modes.
+    /// The control daemons whose last order lets the service set no compute modes.
     without_modes: BTreeSet<DaemonId>,
-    /// The control daemons that the service could not end, though it has tried since it was told to end.
+    /// The control daemons that the service could not end, though the service has tried to end them since it got the
+    /// request to end.
     not_ended: BTreeSet<DaemonId>,
 }
 
@@ -197,26 +200,26 @@ pub struct World {
     now: Duration,
     gpus: BTreeMap<String, GpuState>,
     nvml: SimNvml,
-    /// The control daemons that run, by their PIDs.
+    /// The control daemons of the service that run, by their PIDs.
     daemons: BTreeMap<u32, ControlDaemon>,
     next_pid: u32,
     state_file: StateFile,
     /// The slices that an administrator has drained, as the state file has them.
     drained: Arc<Mutex<SimDrained>>,
-    /// The slices whose links could not be removed when they were drained. The answer to the administrator has named these
-    /// slices.
+    /// The slices whose links to a control daemon could not be removed when an administrator drained the slices. The
+    /// service's answer to the administrator has named the slices whose links stayed.
     stuck: BTreeSet<String>,
     ways: Ways,
-    /// The slices in whose directories other users have changed the link.
+    /// The slices in whose directories a user has changed the link to the control daemon.
     meddled: BTreeSet<String>,
     /// The control groups that are bound to slices, as the state file has them.
     bindings: SimBindings,
     kernel: SimKernel,
     service: Option<Service>,
-    /// The orders of the present configuration.
+    /// The orders for control daemons that follow from the present configuration.
     demand: Demand<u32>,
     version: u32,
-    /// True at the end of a history, when nothing goes wrong any more.
+    /// True at the end of a history, when the world causes no more troubles.
     is_calm: bool,
     /// True if the driver's control daemons refuse to serve several users at the same time.
     refuses_multiuser: bool,
@@ -226,9 +229,9 @@ pub struct World {
     in_a_row: BTreeMap<DaemonId, usize>,
     /// The GPUs whose compute mode could not be restored, or was changed by another program.
     strange: BTreeSet<String>,
-    /// The number of acts since the history has begun.
+    /// The number of acts that the service has begun since the history has begun.
     acts: usize,
-    /// The text of the history. None if the caller does not want it.
+    /// The text of the history. None if the caller does not want the text of the history.
     story: Option<String>,
 }
 
@@ -285,7 +288,7 @@ impl World {
         }
     }
 
-    /// Makes one step of a history. The number `draw` decides which step.
+    /// Makes one step of a history. The number `draw` decides which step the world makes.
     pub fn step(&mut self, draw: u64) {
         let mut dice = Dice::new(draw);
         let kind = dice.below(61);
@@ -345,7 +348,7 @@ impl World {
         self.look_if_due();
     }
 
-    /// Gives an event to the core, and has the service begin the resulting acts.
+    /// Gives an event to the service's core, and makes the service begin the acts that the core decides.
     fn on(&mut self, event: CoreEvent<u32>) {
         let now = self.now;
         let is_answer = matches!(event, CoreEvent::Done { .. } | CoreEvent::ModeDone { .. } | CoreEvent::Due);
@@ -428,8 +431,8 @@ impl World {
     /// Gives the core the outcome of the act about this control daemon.
     fn finish(&mut self, id: &DaemonId, outcome: ActOutcome) {
         self.add_to_story(|| format!("  <- {id}: {outcome:?}"));
-        // The act has ended, but NVML still carries out the change of a compute mode. The next change of that mode waits for
-        // the present one.
+        // The act about the control daemon has ended, but NVML still carries out the change of a compute mode. The next
+        // change of a GPU's compute mode waits for the present change.
         self.change_modes(id);
         let written = self.state_file.daemons.get(id).cloned();
         let Some(service) = &mut self.service else { return };

@@ -1,12 +1,12 @@
-//! The memory that programs of the world allocate: at most as much as their limits allow and the GPU has left. The
-//! slices of a GPU together may have more memory than the GPU (overcommit).
+//! The memory that programs of the simulated world allocate: at most as much as the limits of a program allow and as
+//! the GPU has left. The slices of a GPU together may have more memory than the GPU (overcommit).
 
 use super::kernel_limits::room_in_groups;
 use super::serving::{only_slice, size_of};
 use super::tenants::SliceKnownBy;
 use super::{Dice, World};
 
-/// The memory of a GPU.
+/// The memory of each GPU in the world, in MiB.
 const GPU_MIB: u64 = 6 * 1024;
 
 /// The memory limits of a program on one GPU.
@@ -25,7 +25,7 @@ impl Place {
 }
 
 impl World {
-    /// A program asks for more memory.
+    /// A random program asks for more GPU memory.
     pub(crate) fn program_takes(&mut self, dice: &mut Dice) {
         let daemons: Vec<u32> = self.daemons.keys().copied().collect();
         let Some(daemon) = dice.pick(&daemons).copied() else { return };
@@ -34,7 +34,7 @@ impl World {
         let wanted = 100 * (1 + dice.below(80) as u64);
         let (places, has) = self.places(daemon, client);
         let room = places.iter().map(|place| self.room(place, client, has)).min().unwrap_or_default();
-        // A program does not lose memory that it has, even if its limit becomes smaller.
+        // A program keeps the memory that it already has, even if its limit becomes smaller.
         let granted = wanted.min(room.max(has.min(wanted)));
         if let Some(client) = self.daemons[&daemon].lock().clients.get_mut(&client) {
             client.program.mib = granted;
@@ -44,7 +44,7 @@ impl World {
         self.budgets_hear_of_clients();
     }
 
-    /// The GPUs on which a client can have memory, and the memory that it has on each of them.
+    /// The GPUs on which a client can have memory, and the memory that the client has on each of these GPUs.
     fn places(&self, daemon: u32, client: u32) -> (Vec<Place>, u64) {
         let mps = self.daemons[&daemon].lock();
         let Some(client) = mps.clients.get(&client) else { return (Vec::new(), 0) };
@@ -65,7 +65,7 @@ impl World {
         (client.ordinals.iter().filter_map(place).collect(), client.program.mib)
     }
 
-    /// The most memory that a client can have on a GPU. `has` is the memory that it has already.
+    /// The most memory that a client can have on a GPU. `has` is the memory that the client already has.
     fn room(&self, place: &Place, client: u32, has: u64) -> u64 {
         let programs = self.programs_on(&place.gpu);
         let used: u64 = programs.iter().map(|program| program.mib).sum();
@@ -76,8 +76,8 @@ impl World {
         place.limit().min(left).min(of_groups)
     }
 
-    /// The promise a-published-limit-is-enforced: a program with the environment of a slice can have exactly the
-    /// memory of the slice, and no program has a lower limit.
+    /// The promise a-published-limit-is-enforced: a program with the environment of a slice can have exactly the memory
+    /// of the slice, and no program of the slice has a lower limit.
     fn check_published_limits(&self, daemon: u32, places: &[Place]) {
         for order in &self.demand.orders {
             let is_its = self.living(&order.id).is_some_and(|(pid, _)| pid == daemon);

@@ -1,4 +1,4 @@
-//! One simulated control daemon: its servers, their clients, and its log, with the behaviour that was recorded on
+//! One simulated MPS control daemon: its servers, their clients, and its log, with the behaviour that was recorded on
 //! hardware.
 
 use std::collections::{BTreeMap, BTreeSet};
@@ -18,23 +18,24 @@ use super::ways::Ways;
 /// The time from the start of a server until it is ready.
 const SERVER_COMES: Duration = Duration::from_millis(150);
 
-/// The most clients that one GPU can hold.
+/// The most clients that one GPU of the world can have at a time.
 pub(crate) const CAPACITY: usize = 3;
 
-/// A GPU on which no memory limits are enforced, and NVML lists no clients.
+/// A GPU of the world on which MPS enforces no memory limits, and on which NVML lists no clients.
 pub(crate) const OLD_GPU: &str = "0c:00.0";
 
-/// The limits of a server: the thread percentage, and the memory in MiB of each GPU by its ordinal.
+/// The limits of an MPS server: the thread percentage, and the memory limit in MiB for each GPU by the ordinal of the
+/// GPU.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Setting {
     pub percentage: u8,
     pub mib: [u64; 3],
 }
 
-/// The limits of a control daemon to which no limits were given.
+/// The limits of a control daemon to which the service has given no limits.
 pub(crate) const NO_LIMITS: Setting = Setting { percentage: 100, mib: [0; 3] };
 
-// A bool for each fact, and no enum: none of the facts excludes another.
+// The structure has a bool for each fact, and no enum, since none of the facts excludes another.
 #[allow(clippy::struct_excessive_bools)]
 #[derive(Debug)]
 pub struct SimServer {
@@ -43,11 +44,13 @@ pub struct SimServer {
     /// True if the server's process has ended or is about to end.
     pub(crate) is_ending: bool,
     pub(crate) has_ended: bool,
-    /// True if the control daemon lists the server's clients. After a fault it may list none.
+    /// True if the control daemon lists the server's clients. After a fatal GPU error the control daemon may list none
+    /// of the server's clients.
     pub(crate) lists: bool,
     /// True while the server is stopped by SIGSTOP. It takes no client.
     pub(crate) is_stopped: bool,
-    /// The number of the line in the log that reports the server's fatal GPU error. None if no line reports the error.
+    /// The number of the line in the control daemon's log that reports the server's fatal GPU error. None if no line of
+    /// the log reports a fatal GPU error of the server.
     pub(crate) fault_line: Option<usize>,
 }
 
@@ -55,13 +58,13 @@ pub struct SimServer {
 /// client.
 pub(crate) type Hit = (u32, usize, u32);
 
-/// An event that happens after some time.
+/// An event of a simulated control daemon that happens after some time.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) enum Later {
     Comes(u32),
     /// The control daemon admits a client to these GPUs, after the client has connected.
     IsAdmitted(BTreeSet<usize>),
-    /// A client ends, since its work was ended before.
+    /// A client ends, since it has lost its work before.
     Leaves(ProcessId),
     StartFails(u32),
     Says(Meaning),
@@ -72,23 +75,23 @@ pub(crate) enum Later {
     IsNoted(u32, i32),
 }
 
-/// A client at which the service has ended work, with the facts that decide if that was right.
+/// A client whose work the service has ended, with the facts that decide if the service was right to end it.
 #[derive(Debug)]
 pub(crate) struct Hurt {
     pub(crate) is_hit: bool,
     pub(crate) cause: Cause,
     /// True if an administrator has just asked for a change by force.
     pub(crate) is_forced: bool,
-    /// True if the administrator already has the answer that the change has failed.
+    /// True if the administrator already has the answer that the change by force has failed.
     pub(crate) is_given_up: bool,
 }
 
-/// A simulated control daemon with all that belongs to it.
-// A bool for each trouble, and no enum: a control daemon may have all of them at once.
+/// A simulated MPS control daemon, with its servers, its clients, its log and its troubles.
+// The structure has a bool for each trouble, and no enum, since a control daemon may have all troubles at once.
 #[allow(clippy::struct_excessive_bools)]
 pub struct Mps {
     pub(crate) pid: u32,
-    /// The PID from which the PIDs of the control daemon's children count up.
+    /// The PID after which the PIDs of the control daemon's child processes count up.
     pub(crate) before_children: u32,
     pub(crate) gpus: Vec<String>,
     pub now: Duration,
@@ -102,16 +105,17 @@ pub struct Mps {
     pub has_no_directory: bool,
     pub taken_by: Option<u32>,
     pub log_is_lost: bool,
-    /// True if lines of the log were lost, or skipped by the service: not all clients can be read from the log.
+    /// True if lines of the log were lost, or skipped by the service: the log does not name all clients.
     pub(crate) lines_are_missing: bool,
-    /// The moment before which no line comes to the log. Late lines come in order.
+    /// The moment before which no line comes to the control daemon's log. Lines of the log that come late still come in
+    /// their order.
     lines_wait_until: Duration,
     pub starts_fail: bool,
     /// The time from the start of a server until it is ready.
     pub server_comes_in: Duration,
-    /// The GPUs of the host that the service can't ask about.
+    /// The GPUs of the host about which the service can't ask NVML.
     pub(crate) out_of_reach: BTreeSet<String>,
-    /// The GPUs of the host with the service's compute mode.
+    /// The GPUs of the host that have the compute mode which the service has set.
     pub with_our_mode: BTreeSet<String>,
     /// True if the driver does not report the status of servers.
     pub is_old: bool,
@@ -122,38 +126,41 @@ pub struct Mps {
     /// True if the control daemon was asked to end and still has a client. The control daemon answers no program any more,
     /// and the client works on to its end.
     pub(crate) quits_when_idle: bool,
-    /// True if some link to the control daemon could not be changed when programs should wait.
+    /// True if a link of a slice's directory to the control daemon could not be changed when the service wanted
+    /// programs to wait.
     pub(crate) door_is_stuck: bool,
-    /// The directories of slices, with their links. None if every client finds the control daemon without a link.
+    /// The directories of slices, with their links to control daemons. None if every client finds the control daemon
+    /// without a link.
     pub(crate) ways: Option<Ways>,
     pub(crate) disk_is_full: bool,
     pub defaults: Setting,
     pub servers: BTreeMap<u32, SimServer>,
     pub(crate) clients: BTreeMap<u32, SimClient>,
     pub(crate) log: Vec<Meaning>,
-    /// The number of lines of the log that the state file has as read.
+    /// The number of lines of the log that the service has read, as the state file records it.
     pub(crate) read_until: usize,
     pub(crate) hits: BTreeSet<Hit>,
-    /// The processes of the clients that were hit, by PID.
+    /// The processes of the clients that fatal GPU errors have hit, by PID.
     pub(crate) hit_processes: BTreeMap<u32, ProcessId>,
-    /// The hits that a service has reported, and whose end it has seen too.
+    /// The hits by fatal GPU errors that a service has reported, and whose end the service has seen too.
     pub(crate) over: BTreeSet<Hit>,
     later: Vec<(Duration, Later)>,
     pub(crate) came: u32,
-    /// The PID of a client that has left. The next client may get that PID.
+    /// The PID of a client that has left. The next client may get the PID of the client that has left.
     pub(crate) free_pid: Option<u32>,
-    /// The number of fatal GPU errors that have happened.
+    /// The number of fatal GPU errors that have happened at servers of the control daemon.
     pub(crate) faults: usize,
     pub(crate) hurt: Vec<Hurt>,
-    /// The targets of limits that another program has changed since the service last looked: a server, or None for
-    /// servers that are started later.
+    /// The targets of limits that another program has changed since the service last looked: the PID of a server, or
+    /// None for servers that start later.
     pub(crate) foreign: BTreeSet<Option<u32>>,
     /// The knowledge of the service that watches the control daemon.
     pub reader: Reader,
-    /// The request of a running start that the world has to carry out, as the start itself can't change the world.
+    /// The request of a control daemon's start that the world has to carry out, since the code of the start itself
+    /// can't change the world.
     pub(crate) spawning: Option<Spawning>,
     pub(crate) can_not_spawn: bool,
-    /// The parts of a story that concern this control daemon, and the record of the service's acts.
+    /// The troubles and events that a story has for this control daemon, and the record of the service's acts.
     pub stage: Stage,
 }
 
@@ -236,17 +243,17 @@ impl Mps {
         (self.is_alive && self.now >= self.listens_at && !self.has_no_directory).then_some(self.pid)
     }
 
-    /// The moment of the next event.
+    /// The moment of the next event of this control daemon.
     pub(crate) fn due(&self) -> Option<Duration> {
         self.later.iter().map(|(at, _)| *at).min()
     }
 
-    /// Programs that have connected end before the control daemon admits them.
+    /// Programs that have connected to the control daemon end before the control daemon admits them.
     pub(crate) fn newcomers_end(&mut self) {
         self.later.retain(|(_, what)| !matches!(what, Later::IsAdmitted(_)));
     }
 
-    /// Lets time pass until `now`, with all events until then.
+    /// Lets time pass until `now`, and lets all events of the control daemon happen that are due by `now`.
     pub(crate) fn advance(&mut self, now: Duration) {
         self.look_at_clients(false);
         while let Some(due) = self.due().filter(|due| *due <= now) {
@@ -308,7 +315,7 @@ impl Mps {
         self.gpus.get(ordinal).is_some_and(|gpu| gpu != OLD_GPU)
     }
 
-    /// A server writes to the log which memory limits it enforces.
+    /// A server writes to the log which memory limits the server enforces.
     pub(crate) fn say_memory(&mut self, server: u32, setting: Setting) {
         if self.goes_wrong(8) {
             self.lines_wait_until = self.now + Duration::from_millis(500);
@@ -385,7 +392,7 @@ impl Mps {
         self.ends_if_idle();
     }
 
-    /// A server ends regularly, or is killed. The clients of the server end with it.
+    /// The server with this PID ends regularly, or is killed. The clients of the server end with it.
     pub(crate) fn end_server(&mut self, pid: u32, is_killed: bool, cause: Option<Cause>) {
         let Some(server) = self.servers.get_mut(&pid).filter(|one| !one.is_ending) else { return };
         server.is_ending = true;
@@ -417,8 +424,8 @@ impl Mps {
 
     /// The control daemon ends, with all its servers. Without a cause the end is an accident.
     ///
-    /// The links are removed first: otherwise a program that has just connected would find no control daemon, and run
-    /// without MPS.
+    /// The links of the slices' directories are removed before an end by the service: otherwise a program that has just
+    /// connected would find no control daemon, and run without MPS.
     pub fn end(&mut self, cause: Option<Cause>) {
         let has_connected = |(_, what): &(Duration, Later)| matches!(what, Later::IsAdmitted(_));
         let is_reached = !self.is_hung() && self.listener() == Some(self.pid);
@@ -454,7 +461,7 @@ impl Mps {
         }
     }
 
-    /// Writes the lines that name the clients which were hit to the log, if the log does not have them yet.
+    /// Writes the late lines that name the clients which a fatal GPU error has hit to the log at once.
     pub(crate) fn say_who_was_hit(&mut self) {
         let is_late = |what: &Later| matches!(what, Later::Says(Meaning::TornDown { .. }));
         let late = self.later.extract_if(.., |(_, what)| is_late(what)).map(|(_, what)| what);
@@ -463,7 +470,7 @@ impl Mps {
         }
     }
 
-    /// Another program changes the limits of a server, or, with None, of servers that are started later.
+    /// Another program changes the limits of a server, or, if `server` is None, of servers that start later.
     pub fn is_changed_by_others(&mut self, server: Option<u32>, percentage: u8, more_mib: u64) {
         let setting = match server.map(|pid| self.servers.get_mut(&pid)) {
             None => &mut self.defaults,
@@ -479,8 +486,9 @@ impl Mps {
         }
     }
 
-    /// Describes the first target whose limits differ from `setting`. Without `with_foreign`, targets do not count
-    /// whose limits another program has changed since the service last looked.
+    /// Describes the first server whose limits differ from `setting`, or the defaults for later servers if these
+    /// differ. Without `with_foreign`, limits that another program has changed since the service last looked do not
+    /// count.
     pub(crate) fn differing(&self, setting: Setting, with_foreign: bool) -> Option<String> {
         self.differing_in(|one| one, setting, with_foreign)
     }

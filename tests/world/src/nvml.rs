@@ -1,4 +1,4 @@
-//! The simulated NVML: the compute modes of GPUs, and the processes on them.
+//! The simulated NVML of the world: the compute modes of GPUs, and the processes on GPUs.
 
 use std::collections::BTreeSet;
 
@@ -17,7 +17,7 @@ impl GpuShell for SimShell {
         if !mps.is_alive {
             return None;
         }
-        // NVML fails for one of the GPUs.
+        // Sometimes NVML fails to answer questions about one of the GPUs.
         let failing = if mps.goes_wrong(30) { mps.dice.pick(gpus).cloned() } else { None };
         let unlisted = if mps.goes_wrong(30) { mps.dice.pick(gpus).cloned() } else { None };
         let look = |gpu: &String| {
@@ -90,7 +90,8 @@ impl GpuShell for SimShell {
         client.or_else(|| mps.servers.contains_key(&pid).then_some(as_old_as_its_pid(pid)))
     }
 
-    /// The promise ours-are-no-strangers: no server and no client of the service is reported as a bypass.
+    /// The promise ours-are-no-strangers: the service reports none of its own servers and clients as a program that
+    /// bypasses MPS.
     fn show_bypasses(&mut self, gpu: &String, bypasses: &BTreeSet<ProcessId>, server_is_kept_out: bool) {
         let stage = &mut self.lock().stage;
         let is_others =
@@ -109,7 +110,7 @@ impl GpuShell for SimShell {
     }
 }
 
-/// A process whose start time is made from its PID.
+/// The identity of a simulated process, with a start time that is made from its PID.
 fn as_old_as_its_pid(pid: u32) -> ProcessId {
     ProcessId { pid, start_time: u64::from(pid) }
 }

@@ -1,4 +1,4 @@
-//! Stories of one slice that exceeds its budget, on a host on which nothing else is wrong.
+//! Stories of one slice that exceeds its budget, on a simulated host without any other trouble.
 
 use std::pin::pin;
 use std::sync::{Arc, Mutex, MutexGuard};
@@ -13,24 +13,24 @@ use super::enforcing::{Facts, SimEnforcement, SimHeld};
 use super::mps::Mps;
 use super::story::{SERVER, Story};
 
-/// The ordinal of the slice.
+/// The ordinal of the slice that exceeds its budget in each story.
 pub const SLICE: u32 = 1;
 
 /// The budget of the slice: two clients of any memory.
 const BUDGET: Budget = Budget { memory_mib: 100_000, max_clients: 2 };
 
-/// A slice with clients. Two clients fit into the budget of the slice.
+/// A slice with clients. The slice's budget allows two clients.
 pub struct Overuse {
     story: Story,
     shell: SimEnforcement,
     enforcer: Enforcer<SimHeld>,
-    /// The clients that the service's last look has found.
+    /// The clients of the slice that the service has found when it last looked.
     members: Vec<Program>,
     pub looked_at: Duration,
 }
 
 impl Mps {
-    /// A client comes to the slice, or starts its work over with another connection.
+    /// A client comes to the slice, or a client of the slice starts its work over with another connection.
     pub fn member(&mut self, pid: u32, start_time: u64, connection: u64) {
         self.clients.remove(&pid);
         self.client(pid, SERVER, "A");
@@ -52,7 +52,8 @@ impl Mps {
 }
 
 impl Overuse {
-    /// A slice with this number of clients. The clients have the PIDs 1, 2 and so on, and the last one is the newest.
+    /// A slice with this number of clients. The clients have the PIDs 1, 2 and so on, and the client with the highest
+    /// PID is the newest.
     pub fn with_clients(clients: u32) -> Self {
         let story = Story::with_gpus(&["A"]);
         story.host().server_comes(SERVER);
@@ -92,8 +93,8 @@ impl Overuse {
         self.facts().now += time;
     }
 
-    /// The service makes one attempt to end clients. Returns the PIDs of the clients that a control daemon was asked
-    /// to end, and the outcome.
+    /// The service makes one attempt to end clients of the slice. Returns the PIDs of the clients that the service has
+    /// asked a control daemon to end, and the outcome of the attempt.
     pub fn attempt(&mut self) -> (Vec<u32>, Enforced) {
         self.facts().are_seen(&self.members, self.looked_at);
         let over = || {

@@ -1,5 +1,5 @@
-//! All that a service knows, publishes and reports about one control daemon that it watches. The knowledge of the service
-//! ends with the service.
+//! All facts that a service knows, publishes and reports about one control daemon that the service watches. The
+//! service's knowledge about a control daemon is lost when the service ends.
 
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::fmt;
@@ -11,23 +11,24 @@ use mps_core::serve::{Requested, ShownAs, ShownGpu, ShownState};
 use super::mps::{Hit, Mps};
 use super::register::SimRegister;
 
-/// The time after which a caller of the service gets the error that there was no answer.
+/// The time after which a caller of the service gets the error that the service has not answered.
 pub(crate) const PATIENCE: Duration = Duration::from_secs(60);
 
-/// The most questions and waits of an act at one moment of the world, without an event from outside.
+/// The most questions and waits that the service's act may make at one moment of the world, without an event from
+/// outside.
 const MOST_IN_A_MOMENT: usize = 400;
 
-/// The reason why the running act waits.
+/// The reason why the running act of the service waits.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub(crate) enum Waits {
     #[default]
     Nothing,
-    /// The act waits for its turn in the world, since this moment.
+    /// The service's act waits for its turn in the world, since this moment.
     Turn(Duration),
-    /// The act waits until this moment.
+    /// The service's act waits until this moment.
     Until(Duration),
-    /// The act waits for any event, at most until this moment. `takes_requests` is true if a request is such an
-    /// event.
+    /// The service's act waits for any event of the control daemon, at most until the moment `until`. `takes_requests`
+    /// is true if an administrator's request also ends the wait.
     Event { until: Duration, takes_requests: bool },
 }
 
@@ -35,16 +36,17 @@ pub(crate) enum Waits {
 pub struct Reader {
     /// The number of lines of the log that the service has read.
     pub(crate) position: usize,
-    /// The number of lines of the log that an earlier service has reported.
+    /// The number of lines of the control daemon's log that an earlier service has already reported.
     pub(crate) quiet_until: usize,
     /// The servers whose end the service waits for, by their PIDs.
     pub(crate) watched: BTreeSet<u32>,
     pub(crate) ended: VecDeque<u32>,
-    /// The requests that the service has not taken yet, each with the moment at which a caller made it.
+    /// The requests of administrators that the service has not taken yet, each with the moment of the request.
     pub(crate) requests: VecDeque<(Duration, Requested)>,
-    /// The moment at which the request was made that the service is carrying out. None if the service carries out no request.
+    /// The moment at which an administrator made the request that the service is carrying out. None if the service
+    /// carries out no request.
     pub(crate) asked_at: Option<Duration>,
-    /// The moment at which the service has decided to end the control daemon with its clients.
+    /// The moment at which the service has decided to end the control daemon together with its clients.
     pub(crate) end_begun: Duration,
     /// True if the last request that the service has taken was to make a change by force.
     pub(crate) is_forced: bool,
@@ -65,30 +67,30 @@ pub struct Reader {
     pub(crate) news: usize,
     /// The messages that the service has logged.
     pub words: Vec<String>,
-    /// The clients that the service has reported as hit: the PID of the server, the ordinal of the GPU, and the PIDs
-    /// of the clients.
+    /// The clients that the service has reported as hit by a fatal GPU error: the PID of the server, the ordinal of the
+    /// GPU, and the PIDs of the clients.
     pub hit: Vec<(u32, usize, Vec<u32>)>,
     /// The register of the service, with the clients of this control daemon.
     pub(crate) clients: SimRegister,
-    /// The clients that lines of the log have named as hit since this service has begun, and the clients that the
-    /// service has reported.
+    /// The clients that the log has named as hit by a fatal GPU error since this service has begun, and in the next
+    /// field the clients that the service has reported.
     pub(crate) read: BTreeSet<Hit>,
     pub(crate) told: BTreeSet<Hit>,
-    /// The reported clients whose fault the service publishes as over.
+    /// The clients that the service has reported as hit, and whose fatal GPU error the service publishes as over.
     over: BTreeSet<Hit>,
-    /// The clients that the service had reported when it last wrote the state file.
+    /// The clients that the service had reported as hit when it last wrote the state file.
     written: BTreeSet<Hit>,
-    /// True if the disk was full at some time since the service has reported clients, so that the state file could
-    /// not be written.
+    /// True if the disk was full at some time since the service has reported hit clients, so that the service could not
+    /// write the state file.
     pub(crate) disk_was_full: bool,
     /// The questions that the service has asked the control daemon.
     pub(crate) questions: Vec<&'static str>,
-    /// The number of steps at the present moment of the world.
+    /// The number of questions and waits of the running act at the present moment of the world.
     pub(crate) in_a_moment: usize,
     pub(crate) moment: Duration,
-    /// The moments at which this act has started servers.
+    /// The moments at which the service's running act has started servers.
     pub(crate) starts: Vec<Duration>,
-    /// The halves of changes of compute modes that the world has to carry out, each with its GPU.
+    /// The steps of changes of compute modes that the world has to carry out, each with its GPU.
     pub(crate) mode_steps: Vec<(String, usize)>,
 }
 
@@ -126,7 +128,7 @@ impl Reader {
 }
 
 impl Mps {
-    /// True if the running act can go on now.
+    /// True if the running act about the control daemon can go on now.
     pub(crate) fn is_awake(&self) -> bool {
         match self.reader.waits {
             Waits::Nothing | Waits::Turn(_) => true,
@@ -141,7 +143,8 @@ impl Mps {
         }
     }
 
-    /// The promise who-was-hit-is-told: the service reports each client that was hit once, and no other client.
+    /// The promise who-was-hit-is-told: the service reports each client that a fatal GPU error has hit once, and no
+    /// other client.
     pub(crate) fn tell_hit(&mut self, server: u32, ordinal: usize, clients: &[u32]) {
         self.reader.disk_was_full = self.disk_is_full;
         for client in clients {
@@ -159,7 +162,7 @@ impl Mps {
         self.reader.words.push(format!("{kind}{text}"));
     }
 
-    /// The moment until which the running act waits.
+    /// The moment until which the running act about the control daemon waits.
     pub(crate) fn waits_until(&self) -> Option<Duration> {
         match self.reader.waits {
             Waits::Until(at) | Waits::Event { until: at, .. } => Some(at),
@@ -176,8 +179,8 @@ impl Mps {
         self.reader.asked_at.is_some_and(|asked| self.now < asked + PATIENCE)
     }
 
-    /// The service writes the state file, if the disk is not full. The next service does not report the clients that
-    /// were hit before, so this service must have reported them.
+    /// The service writes the state file, if the disk is not full. The next service does not report clients that were
+    /// hit before the state file was written, so this service must have reported all hit clients.
     pub(crate) fn keep_state_file(&mut self) {
         let untold = self.reader.read.difference(&self.reader.told).next();
         assert!(
@@ -190,8 +193,8 @@ impl Mps {
         }
     }
 
-    /// The service publishes that the fault is over. The next service does not report the clients of that fault again if the
-    /// state file could be written.
+    /// The service publishes that a fatal GPU error of the control daemon is over. If the service could write the state
+    /// file, the next service does not report the clients of the ended fatal GPU error again.
     pub(crate) fn fault_is_over(&mut self) {
         let new = &self.reader.told - &self.reader.over;
         let can_be_written = !self.reader.disk_was_full;
@@ -199,7 +202,8 @@ impl Mps {
         self.reader.over.extend(new);
     }
 
-    /// The promise nothing-spins: the number of steps at one moment of the world is limited.
+    /// The promise nothing-spins: an act of the service makes a limited number of questions and waits at one moment of
+    /// the world.
     pub(crate) fn count_step(&mut self) {
         let reader = &mut self.reader;
         if reader.moment != self.now {
@@ -210,7 +214,7 @@ impl Mps {
         assert!(steps < MOST_IN_A_MOMENT, "nothing-spins: {} is asked {steps} times in a moment", self.pid);
     }
 
-    /// The promise nothing-spins: there is a pause between two starts of servers that fail.
+    /// The promise nothing-spins: the service makes a pause between two starts of servers that fail.
     pub(crate) fn count_start(&mut self) {
         let starts = &mut self.reader.starts;
         starts.push(self.now);

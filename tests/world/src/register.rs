@@ -1,4 +1,5 @@
-//! The service's register of clients, filled from the log and from looks, and the checks of it.
+//! The service's register of clients, which the service fills from control daemons' logs and from its looks at clients,
+//! and the checks of the register.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -11,16 +12,17 @@ use super::tenants::SliceKnownBy;
 
 const DAEMON: DaemonId = DaemonId::Shared;
 
-/// The register of one control daemon's clients, and the facts with which the register is compared.
+/// The service's register of one control daemon's clients, and the facts with which the world compares the register.
 #[derive(Debug, Default)]
 pub(crate) struct SimRegister {
     register: Register,
-    /// The description of each process that the service has looked at. The service must use that description from then on.
+    /// The description of each process that the service has looked at. Once the service has looked at a process, the
+    /// service must always use this description of the process.
     seen: BTreeMap<ProcessId, String>,
 }
 
 impl Mps {
-    /// The service enters a line of the log in the register.
+    /// The service enters a line of the control daemon's log in the register of clients.
     pub(crate) fn note_line(&mut self, meaning: &Meaning) {
         let running = |pid: &u32| self.clients.get(pid).map(|client| client.program.process);
         let (now, register) = (self.now, &mut self.reader.clients.register);
@@ -34,13 +36,13 @@ impl Mps {
         if let Meaning::ClientAdmitted(pid) = meaning
             && register.get(*pid).is_none()
         {
-            // The client had ended before the service read its first line, so the service can't distinguish it from an
-            // earlier process with the same PID.
+            // The client had ended before the service read the first line of the log about it, so the service can't
+            // distinguish the client from an earlier process with the same PID.
             self.reader.clients.seen.retain(|process, _| process.pid != *pid);
         }
     }
 
-    /// The service enters a list of the control daemon's clients in the register.
+    /// The service enters the control daemon's list of its clients in the register of clients.
     pub(crate) fn are_listed(&mut self, listed: BTreeMap<u32, BTreeSet<String>>) {
         let running = listed
             .into_iter()
@@ -53,8 +55,8 @@ impl Mps {
         self.reader.clients.register.has_clients(&DAEMON)
     }
 
-    /// The promise everybody-is-known: once nothing has happened for a while, the register has exactly the clients of
-    /// the control daemon, also clients whose lines of the log were lost.
+    /// The promise everybody-is-known: after a time without events the register has exactly the clients of the control
+    /// daemon, also clients whose lines of the log were lost.
     pub(crate) fn check_all_clients_are_known(&self) {
         let known: BTreeSet<ProcessId> =
             self.reader.clients.register.served().into_iter().map(|(_, process, _)| process).collect();
@@ -62,7 +64,7 @@ impl Mps {
         assert_eq!(known, there, "everybody-is-known: the clients of {} in the register", self.pid);
     }
 
-    /// The service looks at the clients that it does not know, or with `anew` at all clients.
+    /// The service looks at the processes of the clients that it does not know, or with `anew` of all clients.
     pub(crate) fn look_at_clients(&mut self, anew: bool) {
         let now = self.now;
         if anew {
@@ -92,7 +94,8 @@ impl Mps {
             let clients = &mut self.reader.clients;
             clients.register.first_answer(known.clone());
             let words = format!("PID {} of user user{uid}", process.pid);
-            // The memory of a program that a debugger holds can't be read, and so its environment is not known.
+            // The service can't read the memory of a program that a debugger holds, and so does not know the program's
+            // environment.
             let is_held_up = tenant.is_held && evidence.asks_environment();
             let slices = evidence.slices(&claim, |_| false);
             let slice = if slices.is_some() { format!(", slice {slice}") } else { String::new() };
@@ -106,8 +109,8 @@ impl Mps {
         }
     }
 
-    /// The promise everybody-is-known: each message about a client names the tenant and the slice that were seen
-    /// while the client's process ran, and never those of another process with its PID.
+    /// The promise everybody-is-known: each message about a client names the tenant and the slice that were seen while
+    /// the client's process ran, and never the tenant or slice of another process with the same PID.
     pub(crate) fn check_everybody_is_known(&self, pid: u32) {
         let SimRegister { register, seen } = &self.reader.clients;
         let Some(process) = self.hit_processes.get(&pid).filter(|_| !self.lines_are_missing) else { return };

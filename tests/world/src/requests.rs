@@ -1,4 +1,5 @@
-//! Requests to end GPU work: how they begin, continue and end, and the checks of their answers.
+//! The beginning, the steps and the end of requests to end GPU work in the world, and the checks of the answers to the
+//! requests.
 
 use std::collections::BTreeSet;
 use std::future::poll_fn;
@@ -14,7 +15,7 @@ use super::ending::{Answer, Reached, RequestState, SimEnding, SimOwner, SimProce
 use super::reader::Waits;
 use super::{Dice, World};
 
-/// Carries out a request as the service does.
+/// Carries out a request to end GPU work as the service does.
 pub(crate) async fn carry_out(target: Target, mut shell: SimEnding) -> Answer {
     let mut termination = Termination::new(target);
     let clock = shell.clone();
@@ -31,7 +32,7 @@ pub(crate) async fn carry_out(target: Target, mut shell: SimEnding) -> Answer {
     (termination.had_work(), result)
 }
 
-/// A request that the service is carrying out.
+/// A request to end GPU work that the service is carrying out.
 pub(crate) struct SimRequest {
     state: Arc<Mutex<RequestState>>,
     future: Pin<Box<dyn Future<Output = Answer>>>,
@@ -43,7 +44,7 @@ impl SimRequest {
         (state.now, state.steps) = (now, 0);
     }
 
-    /// The moment at which the request goes on without an event.
+    /// The moment at which the request to end GPU work goes on even without an event.
     pub(crate) fn due(&self) -> Option<Duration> {
         let state = self.state.lock().unwrap();
         match state.waits {
@@ -108,7 +109,7 @@ impl World {
         self.carry_on_request(place);
     }
 
-    /// The indices of the requests that can go on at this moment.
+    /// The indices of the requests to end GPU work that can go on at this moment.
     pub(crate) fn requests_that_come_on(&self) -> Vec<usize> {
         let requests = self.service.iter().flat_map(|service| service.requests.iter().enumerate());
         requests.filter(|(_, request)| request.comes_on()).map(|(place, _)| place).collect()
@@ -126,8 +127,8 @@ impl World {
         self.bury();
     }
 
-    /// The promise a-request-tells-the-truth: no wanted client is at work once the request has succeeded, and the
-    /// answer names the right clients.
+    /// The promise a-request-tells-the-truth: once a request to end GPU work has succeeded, no client that it means is
+    /// at work. Otherwise the answer names the clients that may still be at work.
     fn check_answer(
         &self,
         request: &RequestState,
@@ -170,8 +171,9 @@ impl World {
         })
     }
 
-    /// Checks an answer that names clients which may still be at work: each client that was found and is still at
-    /// work is named, and no client is called unharmed without the control daemon's answer.
+    /// Checks an answer that names clients which may still be at work: the answer names each client that the request
+    /// has found and that is still at work, and says that a client was not harmed only if the control daemon has
+    /// answered so.
     fn check_left(&self, request: &RequestState, left: &[LeftClient<SimOwner>]) {
         let target = &request.target;
         for found in request.found.iter().filter(|one| self.is_at_work(**one)) {
@@ -182,7 +184,8 @@ impl World {
             );
         }
         for lost in &request.lost {
-            // Only the PIDs are compared: another process may have got the PID just before the request asked for its end.
+            // Only the PIDs are compared: another process may have got the client's PID just before the request asked
+            // the control daemon to end the client's work.
             let is_open =
                 |one: &LeftClient<SimOwner>| one.pid == lost.pid && one.why == WhyLeft::MayHaveEnded;
             assert!(

@@ -1,5 +1,5 @@
-//! Scripts: a few acts of users and a few accidents, each with the time that it needs. Nothing else goes wrong in between, so
-//! that a simulated host can repeat the script and must have the same result.
+//! Scripts: histories of a few acts of users and a few accidents, each with the time that it needs. The world of a
+//! script has no other troubles, so that a simulated host can repeat the script and must have the same result.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
@@ -16,24 +16,24 @@ use super::serving::percentage_of;
 use super::ways::all_slices;
 use super::{Dice, Ending, GpuState, Mode, Mood, World};
 
-/// The GPUs of scripts. On an older GPU, servers would serve one user each, so there is none.
+/// The GPUs of scripts. None of these GPUs is older than Volta, since servers on older GPUs serve one user each.
 const GPUS: [&str; 3] = ["A", "B", "D"];
 
-/// The number of scripts that are tried on a host, and the number of steps of each.
+/// The number of scripts that a test tries on a simulated host, and the number of steps of each script.
 pub const SCRIPTS: u64 = 24;
 pub const DEEDS: u64 = 10;
 
-/// The time that passes after each step of a script. Within this time the grace period after a fault ends, and health checks
-/// are made.
+/// The time that passes after each step of a script. Within this pause the grace period after a fatal GPU error ends,
+/// and the service makes its health checks.
 const PAUSE: Duration = Duration::from_secs(60);
 
-/// The most clients on a GPU before another client comes and meets an error.
+/// The most clients that a script puts on a GPU before another client comes and causes an error.
 const CLIENTS: usize = 2;
 
-/// The payloads of orders. The payloads differ in the limits.
+/// The payloads of orders. The payloads mean different limits.
 const PAYLOADS: [u32; 3] = [0, 15, 40];
 
-/// The number of a client: the first client that comes has 0.
+/// The number of a client in a script: the first client that comes has the number 0.
 pub type ClientNumber = usize;
 
 /// A deed: one step of a script, which is an act of a user or an accident.
@@ -45,20 +45,21 @@ pub enum Deed {
         thread_percentage: u8,
     },
     Disable,
-    /// A client comes through the first slice of its GPU. After an error the client stays, or ends.
+    /// A client comes through the first slice of its GPU. If a fatal GPU error hits the client, the client stays or
+    /// ends.
     Comes {
         client: ClientNumber,
         gpu: &'static str,
         stays: bool,
     },
     Leaves(ClientNumber),
-    /// A client comes, and causes a fatal GPU error. The error may end the control daemon.
+    /// A client comes to a GPU, and causes a fatal GPU error there. The fatal GPU error may end the control daemon.
     Fault {
         client: ClientNumber,
         gpu: &'static str,
         ends_control_daemon: bool,
     },
-    /// An administrator makes the changes that wait for clients, by force.
+    /// An administrator makes the service apply by force the changes that wait for clients to end.
     Force,
     KillServer {
         id: String,
@@ -85,16 +86,16 @@ pub struct SeenDaemon {
     pub published: Option<(String, usize)>,
 }
 
-/// All that can be seen of a host when nothing happens any more.
+/// The facts that a test can see of a simulated host, or of the world, when no more events happen.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct Seen {
-    /// The control daemons that run, by their ids.
+    /// The control daemons that run on the host, by their ids.
     pub daemons: BTreeMap<String, SeenDaemon>,
     /// The GPUs that the service publishes as served, each with the thread percentage in force.
     pub served: BTreeMap<&'static str, u8>,
     /// The slices whose directory has a link to a running control daemon, each with the id of that control daemon.
     pub ways: BTreeMap<String, String>,
-    /// The clients that run, each with its GPU, even if their work is lost to an error.
+    /// The clients that run, each with its GPU, even if a fatal GPU error has ended their work.
     pub clients: BTreeMap<ClientNumber, &'static str>,
     /// The clients that the service has ever reported as hit by a fatal GPU error.
     pub told: BTreeSet<ClientNumber>,
@@ -114,33 +115,33 @@ impl fmt::Display for Seen {
     }
 }
 
-/// The constant name of the GPU with this name.
+/// The name in [`GPUS`] that is equal to this name of a GPU.
 pub fn gpu(name: &str) -> &'static str {
     GPUS.into_iter().find(|gpu| *gpu == name).unwrap()
 }
 
-/// A client that has come in a script.
+/// A client that has come to a GPU in a script.
 struct Attendant {
     pid: u32,
     gpu: &'static str,
     stays: bool,
 }
 
-/// A world in which users and administrators do one thing at a time.
+/// A simulated world in which users and administrators make one step of a script at a time.
 pub struct Script {
     world: World,
-    /// Chooses the deeds.
+    /// The random choices of the script's steps.
     dice: Dice,
-    /// Chooses which part of the world goes on first.
+    /// The random choices of the part of the world that goes on first.
     turns: Dice,
-    /// False: the script has no clients, no faults, and no directories of slices.
+    /// True if the script has clients, fatal GPU errors, and directories of slices.
     has_servers: bool,
     /// The number of steps of the script that the world has played.
     played: usize,
     clients: BTreeMap<ClientNumber, Attendant>,
-    /// The number of clients that have come.
+    /// The number of clients that have come in the script.
     came: ClientNumber,
-    /// The numbers of all clients that have ever come, by their PIDs.
+    /// The numbers of all clients that have ever come in the script, by their PIDs.
     numbers: BTreeMap<u32, ClientNumber>,
     told: BTreeSet<ClientNumber>,
 }
@@ -169,7 +170,8 @@ impl Script {
         self.world.story()
     }
 
-    /// Chooses a next step of the script that is possible now. The first step starts the service.
+    /// Chooses the next step of the script among the steps that are possible now. The first step of a script starts the
+    /// service with a configuration.
     pub fn choose(&mut self) -> Deed {
         match self.played {
             0 => return reload(&mut self.dice),
@@ -201,7 +203,8 @@ impl Script {
             },
             16..19 => self.any_force()?,
             19 | 20 => {
-                // Only slices of GPUs in the configuration have names that a command accepts.
+                // The commands of the service that drain a slice accept only names of slices whose GPUs are in the
+                // configuration.
                 let gpus = self.world.demand.orders.iter().flat_map(|order| &order.gpus).cloned();
                 let slices: Vec<String> =
                     all_slices(&gpus.collect::<Vec<_>>()).map(|(slice, _)| slice).collect();
@@ -215,7 +218,7 @@ impl Script {
         })
     }
 
-    /// Chooses a GPU that takes a client now.
+    /// Chooses a GPU on which a control daemon takes a client now.
     fn any_open_gpu(&mut self) -> Option<&'static str> {
         let mut gpus = GPUS.to_vec();
         gpus.retain(|gpu| self.takes_a_client(gpu).is_some());
@@ -227,7 +230,7 @@ impl Script {
         self.world.daemons.values().any(|one| waits(&one.lock())).then_some(Deed::Force)
     }
 
-    /// The PID of the control daemon that would take a client for this GPU now.
+    /// The PID of the control daemon that would take a new client of this GPU now.
     fn takes_a_client(&self, gpu: &str) -> Option<u32> {
         let there = self.clients.values().filter(|one| one.gpu == gpu).count();
         if !self.has_servers || there >= CLIENTS {
@@ -245,11 +248,11 @@ impl Script {
         self.dice.pick(&living).cloned()
     }
 
-    /// Plays a step of the script, and lets the world go on until nothing happens any more.
+    /// Plays a step of the script, and lets the world go on until no more events happen.
     pub fn play(&mut self, deed: &Deed) {
         self.world.add_to_story(|| format!("--- {deed:?}"));
-        // A control daemon that ends is removed from the world together with its reports. So the story remembers the control
-        // daemons that are present now.
+        // When a control daemon ends, the world forgets it together with the service's reports about it. So this
+        // function keeps the control daemons that run before the step.
         let before: Vec<Arc<Mutex<Mps>>> =
             self.world.daemons.values().map(|one| Arc::clone(&one.mps)).collect();
         self.played += 1;
@@ -320,8 +323,8 @@ impl Script {
         self.world.bury();
     }
 
-    /// A client causes a fatal GPU error, and the clients that were hit end, except for the clients that stay after
-    /// an error.
+    /// A client causes a fatal GPU error, and the clients that the error has hit end, except for the clients that stay
+    /// after an error.
     fn fault(&mut self, client: ClientNumber, gpu: &'static str, ends_control_daemon: bool) {
         let culprit = self.comes(client, gpu, false);
         let pid = self.world.leads_to(&format!("{gpu}-0")).unwrap();
@@ -342,7 +345,7 @@ impl Script {
         self.world.bury();
     }
 
-    /// Lets the world go on until nothing happens any more.
+    /// Lets the world go on until the pause after a step of the script is over.
     fn wait(&mut self) {
         let until = self.world.now + PAUSE;
         while self.world.now < until {
@@ -360,7 +363,7 @@ impl Script {
         }
     }
 
-    /// All that can be seen of the world now.
+    /// The facts that a test can see of the world now.
     pub fn seen(&self) -> Seen {
         let mut seen = self.world.seen();
         seen.clients = self.clients.iter().map(|(client, one)| (*client, one.gpu)).collect();
@@ -377,7 +380,7 @@ fn has_well_server(mps: &Mps) -> bool {
     !mps.servers.is_empty() && mps.servers.values().all(|server| server.status == ServerStatus::Active)
 }
 
-/// Makes a step: a reload of a configuration that names one GPU or more.
+/// Makes up a step of a script: a reload of a configuration that names one GPU or more.
 fn reload(dice: &mut Dice) -> Deed {
     let set = 1 + dice.below(7);
     let gpus = GPUS.into_iter().enumerate().filter(|(place, _)| set >> place & 1 == 1);

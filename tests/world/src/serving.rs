@@ -1,4 +1,5 @@
-//! The acts about a running control daemon. Each act is the real code, runs in the world, and goes on by one turn at a time.
+//! The service's acts about a running control daemon, in the simulated world. Each act is the service's real code, runs
+//! in the world, and goes on by one turn at a time.
 
 use std::cell::RefCell;
 use std::collections::BTreeMap;
@@ -19,7 +20,7 @@ use super::reader::{Reader, Waits};
 use super::requests::SimRequest;
 use super::{ControlDaemon, Dice, Mode, Task, World};
 
-/// A control daemon whose process a supervisor has taken hold of.
+/// A control daemon whose process a supervisor of the service watches.
 pub(crate) struct Watched {
     pub(crate) mps: Arc<Mutex<Mps>>,
     known: Rc<RefCell<Known>>,
@@ -32,8 +33,8 @@ impl fmt::Debug for Watched {
 }
 
 impl Watched {
-    /// Takes note that the control daemon has ended. The service first reports all that it still has to report about
-    /// the control daemon.
+    /// Takes note that the control daemon has ended. The service first reports the clients that a fatal GPU error has
+    /// hit, if it has not reported them yet.
     pub(crate) fn end(self) {
         let hit = self.known.borrow_mut().take_hit();
         if let Some((server, hit)) = hit {
@@ -50,7 +51,7 @@ impl Watched {
     }
 }
 
-/// A running act. The act returns its outcome, and true if the control daemon has ended.
+/// A running act about a control daemon. The act returns its outcome, and true if the control daemon has ended.
 pub(crate) type RunningAct = Pin<Box<dyn Future<Output = (ActOutcome, bool)>>>;
 
 impl ControlDaemon {
@@ -66,7 +67,7 @@ impl fmt::Debug for ControlDaemon {
     }
 }
 
-/// The thread percentage of an order with this payload.
+/// The thread percentage that an order with this payload gives to a control daemon.
 pub(crate) fn percentage_of(payload: u32) -> u8 {
     u8::try_from(10 + payload % 80).unwrap()
 }
@@ -117,8 +118,8 @@ pub(crate) fn wanted(task: &Task) -> Wanted {
         memory_limit_mib: mib_of(&task.order),
         limits_enforced: uuid != OLD_GPU,
         capacity: u32::try_from(CAPACITY).unwrap(),
-        // If several control daemons have a GPU, NVML lists the clients of all of them and does not say which client belongs
-        // to which.
+        // If several control daemons have a GPU, NVML lists the clients of all these control daemons, and does not say
+        // which client belongs to which control daemon.
         clients_listed: uuid != OLD_GPU && task.order.id.tenure() == Tenure::Alone,
     };
     Wanted {
@@ -143,8 +144,8 @@ pub(crate) fn failed(failure: &Failure) -> (ActOutcome, bool) {
     }
 }
 
-/// Carries out an act as the service's supervisor does. Returns the outcome, and true if the control daemon has
-/// ended.
+/// Carries out an act about a control daemon as the service's supervisor does. Returns the outcome, and true if the
+/// control daemon has ended.
 async fn carry_out(act: DaemonAct, mut serving: Serving<'_, SimShell>) -> (ActOutcome, bool) {
     match act {
         DaemonAct::TakeOver => match serving.take_over().await {
@@ -169,8 +170,8 @@ async fn carry_out(act: DaemonAct, mut serving: Serving<'_, SimShell>) -> (ActOu
 }
 
 impl World {
-    /// A supervisor takes hold of a control daemon's process. `has_just_started` is false if the process was there
-    /// before the service.
+    /// A supervisor of the service begins to watch a control daemon's process. `has_just_started` is false if an
+    /// earlier service has started the process.
     pub(crate) fn watch(&mut self, id: &DaemonId, pid: u32, has_just_started: bool) {
         let (Some(one), Some(service)) = (self.daemons.get(&pid), &mut self.service) else { return };
         let mps = Arc::clone(&one.mps);
@@ -222,8 +223,8 @@ impl World {
         }
     }
 
-    /// A supervisor takes hold of the process that the state file has. None if the supervisor has succeeded, and the act goes
-    /// on.
+    /// A supervisor begins to watch the control daemon's process that the state file has. None if the supervisor has
+    /// begun to watch the process, and the act goes on.
     fn adopt(&mut self, id: &DaemonId, dice: &mut Dice) -> Option<ActOutcome> {
         let living = self.living(id).map(|(pid, _)| pid);
         let Some(pid) = living else {
@@ -256,8 +257,8 @@ impl World {
             admission,
         };
         let (known, wanted, act) = (Rc::clone(&watched.known), wanted(task), task.act);
-        // The borrow is held across `await`. The borrow is safe: a control daemon has one act at a time, and nothing else
-        // borrows these values during an act.
+        // The future holds the borrow of two `RefCell`s across `await`. The borrow is safe: a control daemon has one
+        // act at a time, and no other code borrows these `RefCell`s during an act.
         #[allow(clippy::await_holding_refcell_ref)]
         let under_way = async move {
             let (mut known, mut reach) = (known.borrow_mut(), reach.borrow_mut());
@@ -267,14 +268,14 @@ impl World {
         true
     }
 
-    /// The simulated control daemon of the running act.
+    /// The simulated control daemon about which the service carries out an act.
     fn mps_of(&self, id: &DaemonId) -> Option<Arc<Mutex<Mps>>> {
         let service = self.service.as_ref()?;
         let watched = || service.watched.get(id).map(|watched| &watched.mps);
         service.starting.get(id).or_else(watched).cloned()
     }
 
-    /// Carries out the changes of compute modes that the running act has asked for.
+    /// Carries out the changes of compute modes that the running act about the control daemon has asked for.
     pub(crate) fn change_modes(&mut self, id: &DaemonId) {
         let Some(mps) = self.mps_of(id) else { return };
         let steps = std::mem::take(&mut mps.lock().unwrap().reader.mode_steps);
@@ -283,7 +284,8 @@ impl World {
         }
     }
 
-    /// Carries out the requests of the running act, and lets the act go on if it waits for a turn.
+    /// Carries out the changes of compute modes that the running act has asked for, and lets the act go on if it waits
+    /// for a turn.
     fn give_turn(&mut self, id: &DaemonId) {
         self.change_modes(id);
         let Some(mps) = self.mps_of(id) else { return };
@@ -298,8 +300,8 @@ impl World {
         }
     }
 
-    /// The promise work-is-safe, at the moment of the effect: a client at work is ended only for a stop, or by an
-    /// administrator's force.
+    /// Checks the promise work-is-safe at the moment at which a client loses its work: the service ends a client at
+    /// work only for a stop, because MPS is disabled, or by an administrator's force.
     fn check_who_was_hurt(&mut self, id: &DaemonId) {
         let Some(watched) = self.service.as_ref().and_then(|service| service.watched.get(id)) else { return };
         let mut mps = watched.mps.lock().unwrap();
@@ -307,7 +309,7 @@ impl World {
             let is_forced = hurt.cause == Cause::Forced;
             assert!(!is_forced || !hurt.is_given_up, "given-up-is-not-done: {hurt:?} of {id}");
             let is_asked_for = match hurt.cause {
-                // For these causes, `check_work_is_safe` has checked the act when it began.
+                // For the causes `Stop` and `Disabled`, `check_work_is_safe` has checked the act when the act began.
                 Cause::Stop | Cause::Disabled => true,
                 Cause::Forced => hurt.is_forced,
                 _ => hurt.is_hit,
@@ -321,7 +323,7 @@ impl World {
         self.daemons.retain(|_, one| one.lock().is_alive);
     }
 
-    /// Lets time pass for all control daemons.
+    /// Lets time pass until `now` for all control daemons of the world.
     pub(crate) fn advance(&mut self, now: Duration) {
         self.now = now;
         for one in self.daemons.values() {
@@ -336,7 +338,7 @@ impl World {
         self.bury();
     }
 
-    /// The moment of the next event, or at which the service has something to do.
+    /// The moment of the next event in the world, or of the next act of the service if it comes before the event.
     pub(crate) fn next_moment(&self) -> Option<Duration> {
         let of_core = self.service.as_ref().and_then(|service| service.core.due());
         let of_daemons = self.daemons.values().filter_map(|one| one.lock().due());

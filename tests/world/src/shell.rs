@@ -1,11 +1,12 @@
-//! The simulated shell of the service: it carries out acts step by step, and anything can go wrong between two steps.
+//! The simulated shell of the service: the shell carries out acts step by step, and any trouble can happen between two
+//! steps.
 
 use mps_core::{ActOutcome, DaemonAct, DaemonId, ModeOutcome};
 
 use super::{Dice, Mode, Task, World};
 
 impl World {
-    /// A random running act goes on by one step.
+    /// A random running act of the service goes on by one step.
     pub(crate) fn carry_on(&mut self, dice: &mut Dice) {
         let Some(service) = &self.service else { return };
         let can_come_on = |(id, _): &(&DaemonId, &Task)| self.can_come_on(id);
@@ -32,7 +33,7 @@ impl World {
         }
         let picked = dice.pick(&tasks).map(|(id, task)| ((*id).clone(), (*task).clone()));
         let Some((id, task)) = picked else { return };
-        // An act that is to be interrupted may still end by itself before that.
+        // An act that the core wants to be interrupted may still end by itself before the interruption.
         if task.is_interrupted && !dice.one_in(4) {
             return self.finish(&id, ActOutcome::Interrupted);
         }
@@ -68,8 +69,8 @@ impl World {
         }
     }
 
-    /// Does one half of a change of a compute mode: the first half records the former mode, the second sets the
-    /// service's mode.
+    /// Does one half of a change of a compute mode: the first half records the former mode in the state file, and the
+    /// second half sets the service's mode.
     pub(crate) fn take_mode(&mut self, gpu: &str, ours: Mode, half: usize) {
         let Some(state) = self.gpus.get_mut(gpu).filter(|state| state.mode != ours) else { return };
         if half == 1 && self.state_file.modes.contains_key(gpu) {
@@ -86,8 +87,8 @@ impl World {
         self.mode_step(gpu, step, ModeOutcome::Taken);
     }
 
-    /// Does one step of restoring a compute mode: the first sets the former mode, the second removes the record of
-    /// it.
+    /// Does one step of restoring a compute mode: the first step sets the former mode, and the second step removes the
+    /// former mode from the state file.
     fn put_mode_back(&mut self, gpu: &str, step: usize, dice: &mut Dice) {
         let Some(before) = self.state_file.modes.get(gpu).copied() else {
             return self.mode_done(gpu, ModeOutcome::PutBack);

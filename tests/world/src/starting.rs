@@ -12,20 +12,21 @@ use super::mps::Mps;
 use super::serving::{failed, setting_of, wanted};
 use super::{ControlDaemon, Dice, Task, World};
 
-/// A request of a start, which the world carries out before the next turn.
+/// A request of the code that starts a control daemon. The world carries out the request before the next turn.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) enum Spawning {
-    /// Record the new process, with these GPUs, in the state file. The process waits for the byte.
+    /// Record the new process of a control daemon, with these GPUs, in the state file. The new process waits for a byte
+    /// from the service.
     WriteDown(Vec<String>),
-    /// Send the byte to the process, which then becomes the control daemon.
+    /// Send the new process the byte for which it waits, so that the process becomes the control daemon.
     Go,
 }
 
-/// The shell by which the real code of a start reaches the world.
+/// The shell through which the service's real code for the start of a control daemon acts on the simulated world.
 struct SimStarter {
     shell: SimShell,
-    /// The number of clients of the foreign control daemon that is in the way. None if there is no such control daemon, or
-    /// its clients are not known.
+    /// The number of clients of a foreign control daemon that prevents the start. None if no foreign control daemon
+    /// prevents the start, or the service does not know its clients.
     in_the_way: Option<usize>,
 }
 
@@ -55,7 +56,8 @@ impl Starter for SimStarter {
         Ok(Some(Stranger { pid: Some(7), directory: String::new(), end_it: String::new(), clients }))
     }
 
-    /// The promise work-is-safe: a control daemon that the service has not started keeps its clients.
+    /// The promise work-is-safe: the service does not end a control daemon that it has not started if that control
+    /// daemon has clients.
     async fn end_stranger(&mut self, _: StartPlace, _: u32, may_end: Permit) -> Result<bool, Failure> {
         assert_eq!(self.in_the_way, Some(0), "work-is-safe: a stranger is ended with its clients");
         assert_eq!(may_end.cause(), Cause::Unused, "work-is-safe: a stranger is ended");
@@ -125,8 +127,8 @@ impl World {
         service.starting.insert(id.clone(), mps);
         let (reach, wanted) = (Rc::clone(service.reaches.entry(id.clone()).or_default()), wanted(task));
         let users = WantedUsers { multiuser: true, is_optional: true, without: "off" };
-        // The borrow is held across `await`. The borrow is safe: a control daemon has one act at a time, and nothing else
-        // borrows this value during an act.
+        // The future holds the borrow of a `RefCell` across `await`. The borrow is safe: a control daemon has one act
+        // at a time, and no other code borrows this `RefCell` during an act.
         #[allow(clippy::await_holding_refcell_ref)]
         let under_way = async move {
             let mut starter = SimStarter { shell, in_the_way: None };
@@ -136,7 +138,7 @@ impl World {
         service.acts.insert(id.clone(), Box::pin(under_way));
     }
 
-    /// Carries out the request of a start.
+    /// Carries out the request that the start of a control daemon makes to the world.
     pub(crate) fn spawn(&mut self, id: &DaemonId, task: &Task) {
         let Some(mps) = self.service.as_ref().and_then(|service| service.starting.get(id)).cloned() else {
             return;
@@ -145,7 +147,8 @@ impl World {
             let mut mps = mps.lock().unwrap();
             let spawning = mps.spawning.take();
             if matches!(spawning, Some(Spawning::WriteDown(_))) && !mps.is_alive {
-                // The control daemon that was spawned before has ended by itself, so the state file gets another process.
+                // The process that the service has spawned before for this start has ended by itself, so the state file
+                // gets another process.
                 self.next_pid += 1;
                 mps.is_another(self.next_pid, self.now);
             }

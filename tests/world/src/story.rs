@@ -1,5 +1,6 @@
-//! Stories: one control daemon on a host on which nothing is wrong except the troubles that the story names. The real
-//! code serves the control daemon, and all questions, messages and published states are recorded.
+//! Stories: tests with one control daemon on a simulated host that has no troubles except those that the story names.
+//! The service's real code serves the control daemon, and the story records the service's questions, messages and
+//! published states.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
@@ -31,44 +32,47 @@ use super::ways::SimAdmission;
 /// The PID of the control daemon in stories.
 pub const PID: u32 = 100;
 
-/// The PID of the first server that the service starts.
+/// The PID of the first server that starts in a story.
 pub const SERVER: u32 = 200;
 
-/// An event of a story.
+/// An event of a story, which changes the simulated control daemon.
 type Turn = Box<dyn FnOnce(&mut Mps) + Send>;
 
 /// The troubles that a story gives a control daemon and its host, and the record of the service's acts.
-// A bool for each trouble, and no enum: a story may name several.
+// The structure has a bool for each trouble, and no enum, since a story may name several troubles.
 #[allow(clippy::struct_excessive_bools)]
 #[derive(Default)]
 pub struct Stage {
-    /// True in stories, where the service's calls are recorded.
+    /// True in stories, which record the service's questions and acts. False in random histories.
     pub(crate) is_on: bool,
-    /// The events that happen later, each with its time.
+    /// The events of the story that happen later, each with its time.
     later: Vec<(Duration, Turn)>,
-    /// The events that happen just before the answer to the next question of this name.
+    /// The events of the story that happen just before the answer to the service's next question of a name, each with
+    /// the name.
     during: Vec<(&'static str, Turn)>,
-    /// The error with which every question fails. None if questions get true answers.
+    /// The error with which every question of the service to the control daemon fails. None if the service's questions
+    /// get true answers.
     pub answers: Option<Failure>,
-    /// The error with which each question of this name fails.
+    /// The errors with which the service's questions fail, by the name of the question.
     pub answers_to: BTreeMap<&'static str, Failure>,
     pub children_are_unknown: bool,
-    /// True if the control daemon and its servers do not end when the service asks for that.
+    /// True if the control daemon and its servers do not end when the service asks for their end.
     pub stays: bool,
-    /// True if the control daemon survives signals.
+    /// True if the control daemon survives the signals that the service sends to end it.
     pub survives: bool,
     pub log_is_unreadable: bool,
-    /// The clients that NVML lists on a GPU, or its error. The listed clients replace the true ones.
+    /// The clients that NVML lists on a GPU, or the error of NVML. The clients in this map replace the true clients of
+    /// the GPU in NVML's list.
     pub nvml: BTreeMap<String, Result<BTreeSet<u32>, String>>,
-    /// The PIDs of processes that have ended.
+    /// The PIDs of the story's processes that have ended.
     pub gone: BTreeSet<u32>,
-    /// The GPUs that NVML can't reach, each with the reason.
+    /// The GPUs about which NVML can't answer, each with the reason.
     pub lost: BTreeMap<String, String>,
     /// The GPUs whose processes NVML does not list, each with the reason.
     pub unlisted: BTreeMap<String, String>,
     /// The GPUs whose compute mode NVML can't set, each with the reason.
     pub refuses: BTreeMap<String, String>,
-    /// The processes on GPUs that are no processes of the control daemon.
+    /// The processes on GPUs that are neither servers nor clients of the control daemon, by GPU.
     pub processes: BTreeMap<String, Vec<GpuProcess>>,
     /// True if the control daemon's servers can't open any GPU.
     pub servers_are_kept_out: bool,
@@ -78,9 +82,10 @@ pub struct Stage {
     pub bad_directories: Vec<String>,
     pub bad_links: Option<String>,
     pub does_not_lead: Option<Failure>,
-    /// The time that each question of this name takes. Other questions take no time.
+    /// The time that a question of the service takes, by the name of the question. Questions that are not in this map
+    /// take no time.
     pub takes: BTreeMap<&'static str, Duration>,
-    /// The number of answers to `terminate_client` that still get lost.
+    /// The number of the control daemon's next answers to `terminate_client` that get lost.
     pub lost_answers: usize,
 
     /// The questions and acts of the service, each with its time.
@@ -125,17 +130,17 @@ impl Mps {
         self.stage.later.sort_by_key(|(time, _)| *time);
     }
 
-    /// Adds an event that happens just before the answer to the next question of this name.
+    /// Adds an event that happens just before the answer to the service's next question of this name.
     pub fn during(&mut self, question: &'static str, turn: impl FnOnce(&mut Self) + Send + 'static) {
         self.stage.during.push((question, Box::new(turn)));
     }
 
-    /// An administrator makes a request.
+    /// An administrator makes a request to the service.
     pub fn asks(&mut self, request: Requested) {
         self.reader.requests.push_back((self.now, request));
     }
 
-    /// Adds a line to the control daemon's log. The line may have been written by a tenant.
+    /// Adds a line to the control daemon's log. A tenant may have written the line, since tenants can write to the log.
     pub fn says(&mut self, meaning: Meaning) {
         if let Meaning::TornDown { server, client, ordinal } = meaning {
             self.hits.insert((server, ordinal, client));
@@ -143,18 +148,18 @@ impl Mps {
         self.log.push(meaning);
     }
 
-    /// The service skips the lines that the log has now.
+    /// The service skips the lines that the control daemon's log has now.
     pub fn log_is_skipped(&mut self) {
         self.reader.position = self.log.len();
     }
 
-    /// A server with this PID starts and is ready.
+    /// A server with this PID starts, and is ready for clients.
     pub fn server_comes(&mut self, server: u32) {
         self.add_server(server);
         self.server_is_ready(server);
     }
 
-    /// The server with this PID ends with its clients, and the control daemon notices that.
+    /// The server with this PID ends with its clients, and the control daemon notices the server's end.
     pub fn server_ends(&mut self, server: u32, status: i32) {
         self.clients.retain(|_, client| client.server != server);
         self.process_ends(server);
@@ -178,7 +183,7 @@ impl Mps {
         }
     }
 
-    /// The server with this PID handles a fatal GPU error. The log has never named the server.
+    /// The server with this PID handles a fatal GPU error. The control daemon's log has not named the server before.
     pub fn unseen_server_faults(&mut self, server: u32) {
         let said = self.log.len();
         self.add_server(server);
@@ -186,12 +191,12 @@ impl Mps {
         self.is_status(server, ServerStatus::Fault);
     }
 
-    /// Puts a process of another user on a GPU.
+    /// Puts a process that does not belong to the control daemon on a GPU.
     pub fn process(&mut self, gpu: &str, process: GpuProcess) {
         self.stage.processes.entry(gpu.to_owned()).or_default().push(process);
     }
 
-    /// A client comes to a GPU through a server, or gets another connection there.
+    /// A client comes to a GPU through a server, or a client of the GPU gets another connection.
     pub fn client(&mut self, pid: u32, server: u32, gpu: &str) {
         let ordinal = self.gpus.iter().position(|one| one == gpu).unwrap();
         if let Some(client) = self.clients.get_mut(&pid) {
@@ -210,19 +215,21 @@ impl Mps {
         &mut self.clients.get_mut(&pid).unwrap().tenant
     }
 
-    /// The server with this PID handles a fatal GPU error. The list of the server's clients is empty during that.
+    /// The server with this PID handles a fatal GPU error. While the server handles the error, the control daemon's
+    /// list of the server's clients is empty.
     pub fn server_faults(&mut self, server: u32) {
         self.is_status(server, ServerStatus::Fault);
         self.servers.entry(server).and_modify(|server| server.lists = false);
     }
 
-    /// The server with this PID has recovered, and lists its clients again.
+    /// The server with this PID has recovered from a fatal GPU error, and its clients are listed again.
     pub fn server_recovers(&mut self, server: u32) {
         self.is_status(server, ServerStatus::Active);
         self.servers.entry(server).and_modify(|server| server.lists = true);
     }
 
-    /// All clients end except those in `stay`. The log does not report that.
+    /// All clients of the control daemon end, except for the clients whose PIDs are in `stay`. The control daemon's log
+    /// does not report the end of these clients.
     pub fn only_stay(&mut self, stay: &[u32]) {
         self.clients.retain(|pid, _| stay.contains(pid));
     }
@@ -234,15 +241,15 @@ pub struct Memory {
     pub reach: GpuReach,
 }
 
-/// The running act that serves the control daemon.
+/// The service's running act that serves the control daemon.
 type Act = Pin<Box<dyn Future<Output = Result<Ended, Failure>>>>;
 
-/// One control daemon, the service's knowledge of it, and its order.
+/// A story: one control daemon, the service's knowledge of the control daemon, and the order for it.
 pub struct Story {
     shell: SimShell,
     pub memory: Arc<Mutex<Memory>>,
     pub wanted: Wanted,
-    /// The running act that serves the control daemon. None: no act runs.
+    /// The service's running act that serves the control daemon. None: no act runs.
     act: Option<Act>,
 }
 
@@ -264,7 +271,8 @@ impl SimShell {
         self.mps.try_lock().unwrap()
     }
 
-    /// Runs an act until this time after the beginning of the story, with all events in between.
+    /// Runs an act of the service until this time after the beginning of the story, and lets all events up to this time
+    /// happen.
     pub fn act<T>(
         &self,
         mut act: Pin<&mut (impl Future<Output = T> + ?Sized)>,
@@ -294,7 +302,8 @@ impl SimShell {
     }
 }
 
-/// Lets the next event happen, if it is not later than `until`. Returns whether there was an event.
+/// Lets the next event of the story happen, if the event is not later than `until`. Returns true if an event has
+/// happened.
 fn go_on(mps: &mut Mps, until: Duration) -> bool {
     let turn = mps.stage.later.first().map(|(time, _)| *time);
     let next = mps.due().into_iter().chain(turn).min().filter(|next| *next <= until);
@@ -304,7 +313,7 @@ fn go_on(mps: &mut Mps, until: Duration) -> bool {
     next.is_some()
 }
 
-/// Lets all events happen whose time has come.
+/// Lets all events of the story happen whose time has come.
 fn pass(mps: &mut Mps) {
     while mps.stage.later.first().is_some_and(|(time, _)| *time <= mps.now) {
         let (_, turn) = mps.stage.later.remove(0);
@@ -313,8 +322,8 @@ fn pass(mps: &mut Mps) {
 }
 
 impl Story {
-    /// A story with a control daemon for these GPUs that has just started in multi-user mode. The service starts a
-    /// server ahead of the first client.
+    /// A story with a control daemon for these GPUs that has just started in multi-user mode. In multi-user mode the
+    /// service starts a server before the first client comes.
     pub fn with_gpus(gpus: &[&str]) -> Self {
         Self::with(gpus, true)
     }
@@ -358,9 +367,10 @@ impl Story {
         SimShell { setting, ..self.shell.clone() }
     }
 
-    /// Serves the control daemon until this number of milliseconds after the beginning, unless the act ends before.
-    /// The next call continues the act.
-    // The lock is held across `await`. The story ends this act before another act locks the memory.
+    /// Makes the service serve the control daemon until this number of milliseconds after the beginning of the story,
+    /// unless the act ends before. The next call of this function continues the act.
+    // The act holds the lock of the memory across `await`. The story drops this act before another act locks the
+    // memory.
     #[allow(clippy::await_holding_lock)]
     pub fn serve(&mut self, until: u64) -> Option<Result<Ended, Failure>> {
         let (shell, memory, wanted) = (self.shell(), Arc::clone(&self.memory), self.wanted.clone());
@@ -377,13 +387,13 @@ impl Story {
         ended
     }
 
-    /// Interrupts the act that serves, and changes the order.
+    /// Interrupts the act that serves the control daemon, and changes the order for the control daemon.
     pub fn break_off(&mut self, change: impl FnOnce(&mut Wanted)) {
         self.act = None;
         change(&mut self.wanted);
     }
 
-    /// Runs another act of the service with the control daemon, and returns its result.
+    /// Runs another act of the service about the control daemon, and returns the result of the act.
     #[allow(clippy::await_holding_lock)]
     pub fn once<T>(&mut self, act: impl AsyncFnOnce(&mut Serving<'_, SimShell>) -> T) -> T {
         self.act = None;
@@ -392,14 +402,14 @@ impl Story {
         self.shell.act(pin!(act(&mut serving)), Duration::MAX).unwrap()
     }
 
-    /// Serves the control daemon until this number of milliseconds after the beginning. The act must not end before that
-    /// time.
+    /// Makes the service serve the control daemon until this number of milliseconds after the beginning of the story.
+    /// The act must not end before that time.
     pub fn served(&mut self, until: u64) {
         let ended = self.serve(until);
         assert!(ended.is_none(), "{ended:?}");
     }
 
-    /// A caller asks the service to end GPU work. Returns the clients that had work, and the answer.
+    /// A caller asks the service to end GPU work. Returns the service's answer.
     pub fn ends(&self, target: Target) -> Answer {
         let (mps, gpus, now) = (Arc::clone(&self.shell.mps), Some(self.shell.gpus.clone()), self.host().now);
         let state = RequestState::new(target.clone(), now, Dice::new(1), BoundGroups::default());
@@ -418,7 +428,7 @@ impl Story {
         }
     }
 
-    /// The state that the service publishes, in words.
+    /// The state of the control daemon that the service publishes, in words.
     pub fn shown(&self) -> String {
         let host = self.host();
         let Some(ShownState { state, serving, reason, .. }) = &host.reader.state else {
@@ -428,19 +438,20 @@ impl Story {
         format!("{state:?}, {serves}: {reason}").trim_end_matches(": ").to_owned()
     }
 
-    /// The number of recorded calls whose name begins with `name`, since the last call of `forget`.
+    /// The number of the service's recorded questions and acts whose name begins with `name`, since the last call of
+    /// `forget`.
     pub fn calls(&self, name: &str) -> usize {
         self.times(name).len()
     }
 
-    /// The times in milliseconds of the recorded calls whose name begins with `name`.
+    /// The times in milliseconds of the service's recorded questions and acts whose name begins with `name`.
     pub fn times(&self, name: &str) -> Vec<u128> {
         let host = self.host();
         let calls = host.stage.calls.iter().filter(|(_, call)| call.starts_with(name));
         calls.map(|(at, _)| at.as_millis()).collect()
     }
 
-    /// Forgets all recorded calls and messages.
+    /// Forgets all recorded questions, acts and messages of the service.
     pub fn forget(&self) {
         let mut host = self.host();
         host.stage.calls.clear();
@@ -457,7 +468,7 @@ impl Story {
     }
 }
 
-/// The limits of an order for a control daemon with these GPUs.
+/// The limits that an order gives to a control daemon with these GPUs.
 fn setting(wanted: &Wanted, gpus: &[String]) -> Setting {
     let mib = |ordinal: usize| {
         let gpu = gpus.get(ordinal).and_then(|gpu| wanted.gpus.iter().find(|wanted| wanted.uuid == *gpu));

@@ -1,4 +1,4 @@
-//! The processes of tenants in the world, and requests to end their GPU work.
+//! The processes of tenants in the world, and requests to end the GPU work of tenants.
 
 use mps_core::mps::ServerStatus;
 use mps_core::tenants::{EnclosingContainer, Reception, Stop, Target};
@@ -19,7 +19,7 @@ fn any_user(dice: &mut Dice) -> u32 {
     dice.pick(&USERS).copied().unwrap_or_default()
 }
 
-/// The slice of a GPU with this ordinal. Stories call their GPUs by letters.
+/// The slice of a GPU with this ordinal. In stories the name of a GPU is a letter.
 pub fn slice_of(gpu: &str, ordinal: u32) -> SliceId {
     let by_letter = |_| {
         let bus = gpu.bytes().next().map_or(0, |letter| letter - b'A' + 10);
@@ -53,7 +53,7 @@ pub struct Tenant {
     pub slice: SliceId,
     pub slice_known_by: SliceKnownBy,
     pub(crate) connection: u64,
-    /// False after a request has ended the work of the process, until it starts its work over.
+    /// False after a request has ended the GPU work of the process, until the process starts its work over.
     pub(crate) has_work: bool,
     /// True while a debugger has stopped the process.
     pub(crate) is_held: bool,
@@ -61,14 +61,15 @@ pub struct Tenant {
     pub handles_signals: bool,
 }
 
-/// The first processes of containers, by their PIDs, where these are no clients, and the effect of a signal on each.
+/// The first processes of containers, by their PIDs, if these processes are no clients, and the effect on each of a
+/// signal that asks a program to end.
 const FIRST_PROCESSES: [(u32, Reception); 3] =
     [(1, Reception::Handled), (2, Reception::Ignored), (3, Reception::Fatal)];
 
 /// The signals that a container runtime sends: TERM, KILL, and USR1. USR1 does not ask a program to end.
 const SIGNALS: [u32; 3] = [15, 9, 10];
 
-/// The effect of TERM on the first process of a container. None if that process is a client.
+/// The effect of TERM on the first process of a container. None if the first process is a client.
 pub(crate) fn first_reception(pid: u32) -> Option<Reception> {
     FIRST_PROCESSES.iter().find(|(first, _)| *first == pid).map(|(_, reception)| *reception)
 }
@@ -100,8 +101,8 @@ impl Tenant {
 }
 
 impl SimClient {
-    /// True if a request really means this client, by these bindings. `named` is the number of the process that had
-    /// the wanted PID when the request began.
+    /// True if a request to end GPU work really means this client, when these control groups are bound to slices.
+    /// `named` is the number of the process that had the PID which the request names, when the request began.
     pub(crate) fn is_meant(
         &self,
         pid: u32,
@@ -133,7 +134,7 @@ impl SimClient {
 }
 
 impl Mps {
-    /// A program that got an error instead of its work starts over, with another connection.
+    /// A program that has lost its work to an error starts over, with another connection.
     fn starts_over(&mut self, pid: u32) {
         let connection = u64::from(self.next_pid());
         let Some(client) = self.clients.get_mut(&pid) else { return };
@@ -147,7 +148,8 @@ impl Mps {
 }
 
 impl World {
-    /// A random client starts over, or leaves and the next client gets its PID, or a debugger stops or releases it.
+    /// A random client starts its work over, or leaves and the next client gets its PID, or a debugger stops or
+    /// releases the client.
     pub(crate) fn tenant_acts(&mut self, dice: &mut Dice) {
         let Some((daemon, pid)) = self.any_client(dice) else { return };
         let Some(one) = self.daemons.get(&daemon) else { return };
@@ -175,7 +177,7 @@ impl World {
         }
     }
 
-    /// Chooses a client. Returns the PID of the client's control daemon, and the client's own PID.
+    /// Chooses a client, and returns the PID of the client's control daemon and the client's own PID.
     fn any_client(&self, dice: &mut Dice) -> Option<(u32, u32)> {
         let clients = |(daemon, one): (&u32, &super::ControlDaemon)| {
             one.lock().clients.keys().map(|client| (*daemon, *client)).collect::<Vec<_>>()
@@ -184,8 +186,8 @@ impl World {
         dice.pick(&clients).copied()
     }
 
-    /// Chooses a client that was not hit, at a server that handles a fatal GPU error. None if there is no such client, and
-    /// sometimes at random.
+    /// Chooses a client that still has its work, at a server that handles a fatal GPU error. None if no client of such
+    /// a server still has its work, and sometimes at random.
     fn client_at_a_fault(&self, dice: &mut Dice) -> Option<u32> {
         let mut clients = Vec::new();
         for one in self.daemons.values() {
@@ -199,7 +201,7 @@ impl World {
         dice.pick(&clients).copied().filter(|_| !dice.one_in(4))
     }
 
-    /// Makes up the stop of a container. Often `client` is the first process of the container.
+    /// Makes up the stop of a container by its runtime. Often `client` is the PID of the container's first process.
     fn any_stop(client: u32, dice: &mut Dice) -> Stop {
         let (first, _) = dice.pick(&FIRST_PROCESSES).copied().unwrap_or((client, Reception::Fatal));
         let first = if dice.one_in(3) { client } else { first };
@@ -207,7 +209,7 @@ impl World {
         Stop { group: group_of(dice).to_owned(), first, signal, to_all: dice.one_in(4) }
     }
 
-    /// A caller asks the service for the end of GPU work.
+    /// A caller asks the service to end GPU work.
     pub(crate) fn ask_to_terminate(&mut self, dice: &mut Dice) {
         let is_busy = self.service.as_ref().is_none_or(|service| service.requests.len() >= 3);
         if is_busy || self.is_calm {

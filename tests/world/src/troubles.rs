@@ -1,5 +1,5 @@
-//! Troubles of MPS: faults, servers and control daemons that end or hang, and other programs that change things which
-//! belong to the service.
+//! Troubles of MPS in the world: fatal GPU errors, servers and control daemons that end or hang, and other programs
+//! that change limits, modes and files of the service.
 
 use std::time::Duration;
 
@@ -60,8 +60,8 @@ impl World {
             }
             9 => {
                 mps.taken_by = if mps.taken_by.is_some() { None } else { Some(7) };
-                // The control daemon of another program has the directory, so commands of the service change that control
-                // daemon.
+                // Another program's control daemon listens in the directory of the service's control daemon, so
+                // commands of the service reach the other control daemon.
                 mps.foreign.insert(None);
                 mps.foreign.extend(servers.iter().map(|server| Some(*server)));
                 format!("in the directory of {pid} listens {:?}", mps.taken_by)
@@ -99,8 +99,8 @@ impl World {
         self.add_to_story(|| format!("somebody stops server {server:?} of {pid}, or {pid} itself"));
     }
 
-    /// The clients that were hit end just while the service looks which of them are left. The server of these clients
-    /// recovers, and other clients come to it at once.
+    /// The clients that a fatal GPU error has hit end just while the service looks which of the hit clients are left.
+    /// The server of the hit clients recovers, and other clients come to the server at once.
     fn others_come_after_a_fault(&mut self, pid: u32, dice: &mut Dice) {
         self.advance(self.now + Duration::from_secs(6));
         (0..dice.below(8)).for_each(|_| self.carry_on(dice));
@@ -123,7 +123,7 @@ impl World {
         self.add_to_story(|| format!("a client comes: {came:?}"));
     }
 
-    /// An administrator makes a random request.
+    /// An administrator makes a random request to the service.
     pub(crate) fn request(&mut self, dice: &mut Dice) {
         let requests = [
             Requested::Apply { force: false },
@@ -144,8 +144,8 @@ impl World {
         self.add_to_story(|| format!("somebody asks {id} for {request:?}"));
     }
 
-    /// An administrator makes a change by force if the service has answered that only force helps, since the service
-    /// does not know the clients.
+    /// An administrator makes a change by force if the service has answered that the change needs force, since the
+    /// service does not know the clients.
     pub(crate) fn force_if_clients_are_unknown(&mut self) {
         for watched in self.service.iter().flat_map(|service| service.watched.values()) {
             let mps = &mut *watched.mps.lock().unwrap();
@@ -158,7 +158,7 @@ impl World {
         }
     }
 
-    /// All troubles end, and all clients leave.
+    /// All troubles of the world end, and all clients leave.
     pub(crate) fn troubles_end(&mut self) {
         let starting = self.service.iter().flat_map(|service| service.starting.values());
         for mps in self.daemons.values().map(|one| &one.mps).chain(starting) {

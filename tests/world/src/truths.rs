@@ -68,10 +68,10 @@ use mps_core::{Act, Cause, Configured, DaemonAct, DaemonId, MpsSwitch, Order, Te
 use super::serving::mode_of;
 use super::{Dice, Ending, World};
 
-/// The most acts about one control daemon without an event from outside and without a pause.
+/// The most acts of the service about one control daemon without an event from outside and without a pause.
 const MOST_IN_A_ROW: usize = 20;
 
-/// The longest time from the end of all troubles until everything is served.
+/// The longest time from the end of all troubles of the world until the service serves all orders.
 const LONGEST: Duration = Duration::from_secs(600);
 
 /// The time without events in which a host has to be quiet, and the most questions to a control daemon in that time: three
@@ -80,19 +80,20 @@ const QUIET: Duration = Duration::from_secs(300);
 const REGULAR: Duration = Duration::from_secs(31);
 const MOST_QUESTIONS: usize = 30;
 
-/// The most acts from the end of all troubles until everything is served: 25 for each of four control daemons.
+/// The most acts of the service from the end of all troubles until it serves all orders: 25 for each of four control
+/// daemons.
 const MOST_ACTS: usize = 100;
 
-/// The most characters of the knowledge about one control daemon, and about the whole host, as text with all names:
-/// twice the length that 50,000 histories have reached, and 600 characters for each of the nine control daemons that
-/// three GPUs can have at once, including those that are about to end.
+/// The most characters of the service's knowledge about one control daemon, and about the whole host, as text with all
+/// names: twice the length that 50,000 histories have reached, and 600 characters for each of the nine control daemons
+/// that three GPUs can have at once, including those that are about to end.
 const MOST_KNOWN: usize = 3600;
 const MOST_DECIDED: usize = 9 * 600;
 
 impl World {
     /// The promise nothing-grows: the service's knowledge has a bounded size, whatever happens for however long.
     pub(crate) fn check_nothing_grows(&self, id: &DaemonId) {
-        // Formatting all this knowledge takes long, so it is checked after every eighth act only.
+        // Formatting the service's knowledge as text takes long, so this function checks only after every eighth act.
         let Some(service) = self.service.as_ref().filter(|_| self.acts.is_multiple_of(8)) else { return };
         let known = service.watched.get(id).map(|watched| format!("{watched:?}")).unwrap_or_default();
         assert!(known.len() <= MOST_KNOWN, "nothing-grows: of {id} it is known: {known}");
@@ -100,7 +101,7 @@ impl World {
         assert!(decided.len() <= MOST_DECIDED, "nothing-grows: of the host it is known: {decided}");
     }
 
-    /// Checks the promises that hold after each step of a history.
+    /// Checks those promises of the service that hold after each step of a history.
     pub fn check(&self) {
         self.check_one_has_a_gpu();
         self.check_who_runs_is_written_down();
@@ -136,7 +137,7 @@ impl World {
         }
     }
 
-    /// Checks the promises about an act that is about to begin.
+    /// Checks the promises about an act that the service is about to begin.
     pub(crate) fn check_act(&mut self, act: &Act<u32>) {
         self.check_nothing_spins(act);
         self.check_work_is_safe(act);
@@ -154,7 +155,7 @@ impl World {
         }
     }
 
-    /// The promise nothing-spins: an act that fails is followed by a pause, whatever goes wrong for however long.
+    /// The promise nothing-spins: the service makes a pause after an act that fails, however long a trouble lasts.
     fn check_nothing_spins(&mut self, act: &Act<u32>) {
         let Act::Daemon { id, .. } = act else { return };
         let acts = self.in_a_row.entry(id.clone()).or_default();
@@ -162,14 +163,14 @@ impl World {
         assert!(*acts < MOST_IN_A_ROW, "nothing-spins: {id} has had {acts} acts, and nothing has happened");
     }
 
-    /// The promise work-is-safe: nothing ends clients except a stop, and MPS disabled. `enforcing.rs` has the part
-    /// about budgets.
+    /// The promise work-is-safe: the service ends a control daemon with clients only for a stop of the service, or when
+    /// MPS is disabled. `enforcing.rs` checks the part of the promise about clients that the service ends for a budget.
     fn check_work_is_safe(&self, act: &Act<u32>) {
         let Act::Daemon { id, act: DaemonAct::End(permit), .. } = act else { return };
         let cause = permit.cause();
         let ending = self.service.as_ref().and_then(|service| service.ending);
         let is_asked_for = match cause {
-            // A control daemon that ends for this cause has no client.
+            // A control daemon that the service ends for the cause `Unused` has no client.
             Cause::Unused => true,
             Cause::Stop => ending == Some(Ending::ForGood),
             Cause::Disabled => {
@@ -184,7 +185,8 @@ impl World {
         );
     }
 
-    /// The promise modes-stay: the compute mode of a GPU is not restored while the service needs it.
+    /// The promise modes-stay: the service does not restore the former compute mode of a GPU while the service needs
+    /// its own mode.
     fn check_modes_stay(&self, act: &Act<u32>) {
         let Act::PutModeBack(gpu) = act else { return };
         let ending = self.service.as_ref().and_then(|service| service.ending);
@@ -204,8 +206,8 @@ impl World {
         certainly.contains(gpu) || others.as_ref().is_some_and(|others| !others.contains(gpu))
     }
 
-    /// The promise modes-come-back: after a stop for good, each GPU has the compute mode that it had before the
-    /// service. `not_ended` are control daemons that the service could not end.
+    /// The promise modes-come-back: after a stop of the service for good, each GPU has the compute mode that it had
+    /// before the service set one. `not_ended` has the control daemons that the service could not end.
     pub(crate) fn check_stopped(&self, not_ended: &BTreeSet<DaemonId>) {
         let mut living = self.state_file.daemons.keys().filter(|id| self.living(id).is_some());
         let forgotten = living.find(|id| !not_ended.contains(*id));
@@ -222,8 +224,8 @@ impl World {
         }
     }
 
-    /// The promise all-is-served-in-the-end: once nothing goes wrong any more, everything that can be served is
-    /// served, nothing else runs, and it takes a bounded number of acts.
+    /// The promise all-is-served-in-the-end: once all troubles of the world have ended, the service serves all orders
+    /// that can be served, no other control daemon runs, and the service has needed a bounded number of acts.
     pub fn check_all_is_served_in_the_end(&mut self) {
         self.is_calm = true;
         self.is_disk_full = false;
@@ -254,7 +256,7 @@ impl World {
         panic!("all-is-served-in-the-end: it never comes to rest");
     }
 
-    /// True if some act can go on without any time that passes.
+    /// True if an act of the service can go on without waiting for time to pass.
     pub(crate) fn comes_on(&self) -> bool {
         let Some(service) = &self.service else { return false };
         !service.modes.is_empty()
@@ -264,7 +266,7 @@ impl World {
             || service.tasks.keys().any(|id| self.can_come_on(id))
     }
 
-    /// Lets time pass until the next event.
+    /// Lets time pass until the next event of the world.
     fn go_on_in_time(&mut self) {
         self.force_if_clients_are_unknown();
         self.sleep();
@@ -281,8 +283,8 @@ impl World {
         self.look_if_due();
     }
 
-    /// The promise an-idle-host-is-quiet: a host on which nothing happens costs the regular health check, and the
-    /// service reports nothing. The first health check may correct something.
+    /// The promise an-idle-host-is-quiet: on a host without events the service makes only its regular health checks,
+    /// and reports nothing. The first health check without events may still make corrections.
     fn check_an_idle_host_is_quiet(&mut self) {
         let counts = |world: &Self| {
             let count = |one: &super::ControlDaemon| {
@@ -309,8 +311,8 @@ impl World {
         }
     }
 
-    /// The promise everybody-is-known: the regular health checks have corrected the register, where NVML or the log
-    /// names a client.
+    /// The promise everybody-is-known: the regular health checks have corrected the register of clients, for each
+    /// client that NVML or the log names.
     fn check_all_clients_are_known(&self) {
         for one in self.daemons.values() {
             let mps = one.lock();
@@ -349,7 +351,7 @@ impl World {
         panic!("all-is-served-in-the-end: the service does not end");
     }
 
-    /// True if each control daemon has its order, and the service has nothing else to do.
+    /// True if each control daemon serves by its order, and the service has no other act to carry out.
     fn is_settled(&self) -> bool {
         let Some(service) = &self.service else { return false };
         let serve = |(id, task): (&DaemonId, &super::Task)| {

@@ -1,5 +1,5 @@
-//! The simulated directories of slices: the control daemons to which their links point, and the slices that are
-//! drained.
+//! The simulated directories of slices: the control daemons to which the links in the directories point, and the slices
+//! that an administrator has drained.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::{Arc, Mutex, MutexGuard};
@@ -10,19 +10,21 @@ use mps_core::{DaemonId, Goal};
 use super::mps::Mps;
 use super::{Dice, World};
 
-/// The number of slices of each GPU.
+/// The number of slices of each GPU in the world.
 pub(crate) const SLICES: usize = 2;
 
-/// The path of the directory that contains the directories of slices. The world has only one such directory.
+/// The path of the directory that contains the directories of slices, which is only a number in the world. The world
+/// has only one directory that contains directories of slices.
 const PLACE: u8 = 0;
 
-/// The entry of a directory in [`Ways`] that has a file instead of a link.
+/// The value in [`Ways`] of a slice's directory that has a file instead of the link to a control daemon.
 const OBSTACLE: u32 = 0;
 
-/// The entry of a directory in [`Ways`] whose link points to the waiting socket.
+/// The value in [`Ways`] of a slice's directory whose link points to the waiting socket, where programs wait for a
+/// control daemon.
 const WAITING: u32 = u32::MAX;
 
-/// The directories of slices by the names of the slices. The value is the PID of the control daemon to which the link
+/// The directories of slices, by the names of the slices. The value is the PID of the control daemon to which the link
 /// points, or [`OBSTACLE`], or [`WAITING`].
 pub(crate) type Ways = Arc<Mutex<BTreeMap<String, u32>>>;
 
@@ -39,7 +41,8 @@ impl ClosedSlices for SimDrained {
     }
 }
 
-/// The links to one control daemon, shared by all parts of the service that change them.
+/// The links of slices' directories to one control daemon. All parts of the service that change the links share this
+/// value.
 #[derive(Clone)]
 pub(crate) struct SimAdmission {
     id: DaemonId,
@@ -71,13 +74,13 @@ fn linked(gpus: &[String]) -> Linked<u8> {
     Linked { pipe: PLACE, has_link: false, slices_in: Some(PLACE), gpus: gpus.iter().cloned().collect() }
 }
 
-/// The directories of slices during one pass over the links.
+/// The directories of slices while the service makes one pass over their links.
 struct SimDirectories<'w> {
     ways: MutexGuard<'w, BTreeMap<String, u32>>,
-    /// The socket in the control daemon's directory: the PID of the control daemon, or [`WAITING`]. None if the directory has
-    /// no socket.
+    /// The socket in the control daemon's directory: the PID of the control daemon, or [`WAITING`]. None if the control
+    /// daemon's directory has no socket.
     socket: Option<u32>,
-    /// The slice whose link can't be changed in this pass.
+    /// The slice whose link can't be changed in this pass over the links.
     stuck: Option<String>,
 }
 
@@ -144,19 +147,20 @@ impl Directories<u8> for SimDirectories<'_> {
 }
 
 impl SimAdmission {
-    /// The links to the only control daemon of a host.
+    /// The links of slices' directories to the only control daemon of a simulated host.
     pub(crate) fn new(id: &DaemonId, gpus: &[String]) -> Self {
         let links = Arc::new(Mutex::new(Links::new(Some(wanted(id, gpus, false)), None)));
         Self { id: id.clone(), links, ways: Arc::default(), drained: Arc::default() }
     }
 
-    /// Makes the links point to the control daemon, which has its limits now.
+    /// Makes the links of slices' directories point to the control daemon, which now has the limits of its order.
     pub(crate) fn lead(&self, mps: &mut Mps, gpus: &[String]) -> Result<(), Bad> {
         self.links.lock().unwrap().lead(linked(&mps.gpus), &wanted(&self.id, gpus, false));
         self.apply(Some(mps))
     }
 
-    /// Makes and removes links. `mps` is the control daemon. None if no control daemon runs.
+    /// Makes and removes the links of slices' directories. `mps` is the control daemon to which the links point. None
+    /// if no control daemon runs.
     pub(crate) fn apply(&self, mps: Option<&mut Mps>) -> Result<(), Bad> {
         let mut ways = self.ways.lock().unwrap();
         let (mut socket, mut stuck) = (None, None);
@@ -164,7 +168,7 @@ impl SimAdmission {
             socket = (mps.is_alive && !mps.has_no_directory).then_some(mps.pid);
             let names: Vec<String> = slices(&self.id, &mps.gpus).map(|(name, _)| name).collect();
             stuck = if mps.goes_wrong(12) { mps.dice.pick(&names).cloned() } else { None };
-            // Sometimes a tenant removes a link.
+            // Sometimes a tenant removes the link of a slice's directory.
             if mps.goes_wrong(20)
                 && let Some(name) = mps.dice.pick(&names)
             {
@@ -184,7 +188,7 @@ impl SimAdmission {
         self.links.lock().unwrap().missing().slices.contains_key(slice)
     }
 
-    /// Makes the links point to the waiting socket, so that programs wait.
+    /// Makes the links of slices' directories point to the waiting socket, so that new programs wait for a server.
     pub(crate) fn keep_waiting(&self, mps: &mut Mps) -> Result<(), Bad> {
         self.links.lock().unwrap().keep_waiting();
         self.apply(Some(mps))?;
@@ -208,7 +212,7 @@ impl SimAdmission {
         self.links.lock().unwrap().let_go();
     }
 
-    /// Takes note that the control daemon has ended. Programs wait for the next control daemon.
+    /// Takes note that the control daemon has ended. New programs wait for the next control daemon.
     pub(crate) fn end(&self) {
         {
             let ways = self.ways.lock().unwrap();
@@ -220,7 +224,8 @@ impl SimAdmission {
 }
 
 impl World {
-    /// The links of a supervisor. The links are made if the supervisor is new.
+    /// The links of slices' directories that a supervisor of the service manages. A new supervisor makes its links at
+    /// once.
     pub(crate) fn admission(
         &mut self,
         id: &DaemonId,
@@ -239,7 +244,7 @@ impl World {
         Some(service.admissions.entry(id.clone()).or_insert_with(new).clone())
     }
 
-    /// Takes another plan: links that the plan does not need are removed at once.
+    /// The supervisors take another plan, and at once remove links of slices' directories that the plan does not need.
     pub(crate) fn follow(&mut self) {
         let Some(service) = &self.service else { return };
         for (id, admission) in &service.admissions {
@@ -271,8 +276,8 @@ impl World {
         }
     }
 
-    /// An administrator drains a slice, or puts it into use again. After the answer the slice has no link, unless the
-    /// answer says that the link can't be removed.
+    /// An administrator drains a slice, or puts it into use again. After the service's answer a drained slice's
+    /// directory has no link to a control daemon, unless the answer says that the link can't be removed.
     pub(crate) fn drain(&mut self, dice: &mut Dice) {
         let all: Vec<String> = all_slices(&super::GPUS.map(str::to_owned)).map(|(name, _)| name).collect();
         if dice.one_in(4) {
@@ -283,7 +288,7 @@ impl World {
         }
     }
 
-    /// A user puts a file into the directory of a slice, or removes it.
+    /// A user puts a file into the directory of a slice, or removes the file.
     fn put_obstacle(&mut self, name: &str) {
         let mut ways = self.ways.lock().unwrap();
         let was_there = ways.remove(name) == Some(OBSTACLE);

@@ -1,4 +1,4 @@
-//! A CUDA program of the simulated host.
+//! The program `cuda-client`: a CUDA program for tests on the simulated host.
 
 use std::process::ExitCode;
 

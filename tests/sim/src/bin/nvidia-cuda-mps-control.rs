@@ -1,4 +1,4 @@
-//! nvidia-cuda-mps-control of the simulated host: control daemon and front end.
+//! The simulated host's program `nvidia-cuda-mps-control`: the MPS control daemon and its front end.
 
 use std::process::ExitCode;
 

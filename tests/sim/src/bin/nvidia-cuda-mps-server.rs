@@ -1,4 +1,4 @@
-//! nvidia-cuda-mps-server of the simulated host, which the control daemon starts.
+//! The simulated host's program `nvidia-cuda-mps-server`, which the simulated control daemon starts.
 
 fn main() -> std::process::ExitCode {
     nvidia_ml::mps::server::run().into()

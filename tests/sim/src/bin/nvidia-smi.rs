@@ -1,4 +1,4 @@
-//! nvidia-smi of the simulated host.
+//! The simulated host's program `nvidia-smi`.
 
 use std::process::ExitCode;
 

@@ -1,4 +1,4 @@
-//! Makes and changes simulated hosts.
+//! The program `yunion-mps-sim`, which makes and changes simulated hosts for tests.
 
 use std::io::Write;
 use std::path::Path;

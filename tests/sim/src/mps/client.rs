@@ -14,7 +14,7 @@ use std::time::{Duration, Instant};
 use super::wire::{self, ClientHello, Device, Event, Hello, Request};
 use crate::state::{Gpu, Host, Kind, visible};
 
-/// The CUDA errors that the program can get.
+/// The CUDA errors that a CUDA program of the simulated host can get.
 pub(super) const BUSY: u32 = 46;
 pub(super) const NO_DEVICE: u32 = 100;
 pub(crate) const ILLEGAL_ADDRESS: u32 = 700;
@@ -28,7 +28,7 @@ const ALONE_MIB: u64 = 526;
 /// The time between two attempts to make a context.
 const AGAIN: Duration = Duration::from_millis(50);
 
-/// The size of one `cudaMalloc`.
+/// The size of each allocation by which the command `alloc` fills the memory.
 const STEP_MIB: u64 = 256;
 
 const USAGE: &str = "usage: cuda-client hold SECONDS [--mib MIB] [--stay | --tell | --again] | props | alloc MIB | \
@@ -52,14 +52,15 @@ pub(crate) fn text(error: u32) -> &'static str {
     }
 }
 
-/// The number of streaming multiprocessors that a client with this percentage gets. GPUs give them in pairs.
+/// The number of streaming multiprocessors that a client with this percentage gets. GPUs give streaming multiprocessors
+/// to a client in pairs.
 pub(super) fn sms(all: u32, percentage: f64) -> u32 {
     let fits = |sms: &u32| f64::from(*sms) * 100.0 <= f64::from(all) * percentage;
     (1..=all / 2).map(|pairs| pairs * 2).take_while(fits).last().unwrap_or(2)
 }
 
-/// The part of a client's memory that a context with this many multiprocessors takes. The values are on a straight
-/// line through those that were measured with 12, 32, 66 and 132 multiprocessors.
+/// The part of a client's memory that a context with this many multiprocessors takes. The returned values are on a
+/// straight line through the values that were measured with 12, 32, 66 and 132 multiprocessors.
 pub(super) fn context_mib(sms: u32) -> u64 {
     (28_000 + 3_683 * u64::from(sms)) / 1000
 }
@@ -84,11 +85,11 @@ pub(crate) struct Context {
     devices: Vec<Device>,
 }
 
-/// A client's end of its connection. As in CUDA, a separate thread takes part in the server's actions, whatever the
-/// program does meanwhile.
+/// A client's end of its connection to the MPS server. As in CUDA, a separate thread of the client takes part in the
+/// server's actions, no matter what the program does meanwhile.
 struct Server {
     connection: Arc<OwnedFd>,
-    /// The events for the program, which the separate thread passes on.
+    /// The server's events for the program. A separate thread receives the events and passes them on.
     events: Receiver<Event>,
 }
 
@@ -139,7 +140,7 @@ impl Context {
             }
             Some(Event::Error(error)) => Err(error),
             Some(Event::TakePart) => Err(SERVER_GONE),
-            // As real programs do: if the control daemon gives no answer, the program goes on without MPS.
+            // Like a real CUDA program, the program goes on without MPS if the control daemon gives no answer.
             None => Self::alone(host, visible_devices.as_deref()),
         }
     }
@@ -161,10 +162,11 @@ impl Context {
         Ok(Self { server: None, gpu: Some(gpu), devices })
     }
 
-    /// Sends a request to the server, if the program is a client.
+    /// Sends a request to the server, if the program is a client of a server.
     fn request(&self, request: &Request) {
         if let Some(server) = &self.server {
-            // If the server has ended, the thread that waits for its events notices that.
+            // If the server has ended, the request is lost, and the thread that waits for the server's events notices
+            // the end.
             _ = wire::send(&*server.connection, request);
         }
     }
@@ -187,7 +189,7 @@ impl Context {
         self.request(&Request::Free { mib });
     }
 
-    /// Works until this time, or until CUDA returns an error.
+    /// Makes the program work on the GPU until this time, or until CUDA returns an error.
     pub(crate) fn work(&self, until: Instant) -> Result<(), u32> {
         let Some(server) = &self.server else {
             thread::sleep(until.saturating_duration_since(Instant::now()));
@@ -204,7 +206,7 @@ impl Context {
     }
 }
 
-/// Runs the program with these arguments, and returns the exit status.
+/// Runs `cuda-client` with these arguments, and returns the exit status.
 pub fn run(arguments: &[String]) -> u8 {
     let start = Instant::now();
     let words: Vec<&str> = arguments.iter().map(String::as_str).collect();
@@ -259,7 +261,7 @@ pub fn run(arguments: &[String]) -> u8 {
 }
 
 fn say(line: &str) {
-    // If the reader has closed the output, the line is dropped.
+    // If the reader of stdout has closed it, the line is dropped.
     _ = writeln!(io::stdout(), "{line}");
 }
 
@@ -280,7 +282,7 @@ fn props(context: &Context, start: Instant) -> u8 {
     0
 }
 
-/// Allocates memory in steps up to this number of MiB, and prints the result. Returns the exit status.
+/// Allocates GPU memory in steps up to this number of MiB, and prints the result. Returns the exit status.
 fn alloc(context: &Context, mib: u64) -> u8 {
     let free = context.devices.first().map_or(0, |device| device.free_mib);
     let wanted = mib.div_ceil(STEP_MIB).saturating_mul(STEP_MIB);
@@ -305,7 +307,8 @@ fn fault(context: &Context) -> u8 {
     4
 }
 
-/// Runs short kernels, one after the other, about 1750 per second. With `stay` it continues after an error.
+/// Runs short CUDA kernels, one after the other, about 1750 per second. With `stay` the program stays until the end of
+/// `time` after a CUDA error.
 fn hold(context: &Context, time: Duration, stay: bool) -> u8 {
     let start = Instant::now();
     let end = start + time;
@@ -324,7 +327,7 @@ fn hold(context: &Context, time: Duration, stay: bool) -> u8 {
     4
 }
 
-/// Runs short kernels, and makes a new context each time that CUDA returns an error.
+/// Runs short CUDA kernels, and makes a new context each time that CUDA returns an error.
 fn again(host: &Host, context: Context, time: Duration, mib: u64) -> u8 {
     let end = Instant::now() + time;
     let mut context = Some(context);
@@ -343,12 +346,13 @@ fn again(host: &Host, context: Context, time: Duration, mib: u64) -> u8 {
     4
 }
 
-/// Runs one kernel of this duration. If the program ends during the kernel without `terminate_client`, every client
-/// gets a fault.
+/// Runs one CUDA kernel of the duration `time`. If the program ends during the kernel without the control daemon's
+/// command `terminate_client`, every client gets a fault.
 fn long(context: &Context, start: Instant, time: Duration) -> u8 {
     let init = start.elapsed().as_secs_f64();
     context.request(&Request::LongKernel(true));
-    // The message comes after the server has learnt of the kernel, so that a test can rely on that.
+    // The program writes the message after its request to the server, so that a test which reads the message can rely
+    // on the running kernel.
     let _ = writeln!(io::stderr(), "long pid {} runs", std::process::id());
     if let Err(error) = context.work(Instant::now() + time) {
         say(&format!("ERR cudaDeviceSynchronize(): {} ({error})", text(error)));
@@ -361,11 +365,11 @@ fn long(context: &Context, start: Instant, time: Duration) -> u8 {
     0
 }
 
-/// The duration of one kernel of a training.
+/// The duration of one CUDA kernel in a simulated training of a model.
 const STEP: Duration = Duration::from_millis(50);
 
-/// Runs one long kernel after the other, until SIGTERM asks the program to end. At the end the program writes a checkpoint
-/// from the GPU.
+/// Simulates a training: runs one long CUDA kernel after the other, until SIGTERM asks the program to end. At the end
+/// the program writes a checkpoint from the GPU.
 fn train(context: &Context, file: &str) -> u8 {
     let is_asked_to_end = Arc::new(AtomicBool::new(false));
     if signal_hook::flag::register(signal_hook::consts::SIGTERM, Arc::clone(&is_asked_to_end)).is_err() {

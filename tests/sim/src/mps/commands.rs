@@ -1,4 +1,5 @@
-//! The control daemon's commands and their exact answers. Every line of an answer is logged as well.
+//! The commands of the simulated MPS control daemon, with the exact answers of the real control daemon. The control
+//! daemon also logs every line of an answer.
 
 use std::sync::Arc;
 use std::thread;
@@ -10,7 +11,7 @@ use super::{memory_limit, memory_text, percentage};
 use crate::state::Gpu;
 
 impl Daemon {
-    /// Carries out a command, and returns the front end's output.
+    /// Carries out a command of a front end, and returns the output of the front end.
     pub(super) fn command(&'static self, line: &str, asker: Asker) -> String {
         self.log(&format!("Cmd:{line}"));
         let words: Vec<&str> = line.split_whitespace().collect();
@@ -88,7 +89,7 @@ impl Daemon {
         }
     }
 
-    /// Carries out a command about limits. Returns false if `name` is another command.
+    /// Carries out a command about thread percentages or memory limits. Returns false if `name` is another command.
     fn limit(&'static self, name: &str, rest: &[&str], answer: &mut String) -> bool {
         let word = |place: usize| rest.get(place).copied().unwrap_or_default();
         match name {
@@ -162,7 +163,8 @@ impl Daemon {
         *answer += "\n";
     }
 
-    /// The server with this PID. If there is none, the answer says so, and the result is None.
+    /// The server with this PID. If the control daemon has no server with this PID, the answer says so, and the result
+    /// is None.
     fn named(&'static self, pid: &str, answer: &mut String) -> Option<Arc<Server>> {
         let pid: u32 = pid.parse().unwrap_or_default();
         let found = self.server().filter(|server| server.pid == pid);
@@ -176,8 +178,8 @@ impl Daemon {
         self.named(pid, answer)?.ask(&Order::Query)
     }
 
-    /// The ordinal of a device. From 580 on the control daemon understands a UUID too. Before 580, it accepts a UUID
-    /// without a message, and ignores it.
+    /// The ordinal of a device that a command names by an ordinal or a UUID. From 580 on the control daemon understands
+    /// a UUID too. Before 580, it accepts a UUID without a message, and ignores it.
     fn ordinal(&'static self, device: &str) -> Option<usize> {
         if self.version >= 580 && device.starts_with("GPU-") {
             return self.gpus.iter().position(|gpu| gpu.uuid() == device);
@@ -271,8 +273,9 @@ impl Daemon {
         let client: u32 = client.parse().unwrap_or_default();
         let Some(status) = server.ask(&Order::Query) else { return };
         if status.clients.iter().any(|known| known.pid == client) {
-            // A client has to take part in its end. A client that was torn down by a fault takes part only when its process
-            // ends, and a stopped client only when it is continued. Until then the control daemon handles no other command.
+            // A client has to take part when the server ends the client's work. A client whose work a fault has ended
+            // takes part only when its process ends, and a stopped client only when it is continued. Until the client
+            // has taken part, the control daemon handles no other command.
             let _nothing_else = self.nothing_else();
             while alive(client) && server.ask(&Order::Query).is_some_and(|status| status.fault) {
                 thread::sleep(Duration::from_millis(10));
@@ -284,7 +287,7 @@ impl Daemon {
         self.say(answer, "1");
     }
 
-    /// Asks a server to end, and returns the number of its threads that prevent it, two for each client.
+    /// Asks a server to end, and returns the number of the server's threads that prevent its end: two for each client.
     pub(super) fn try_shutdown(&'static self, server: &Server) -> usize {
         self.log(&format!("Try shutting down server {}, backoff is disabled", server.pid));
         let threads = server.ask(&Order::Shutdown).map_or(0, |status| status.clients.len() * 2);
@@ -295,8 +298,9 @@ impl Daemon {
         threads
     }
 
-    /// Ends the control daemon after its clients have ended. With a time limit and a client that stays, the simulated control
-    /// daemon does what that of driver 580 does: it announces force and then hangs for ever.
+    /// Carries out `quit`: ends the control daemon after its clients have ended. With a time limit and a client that
+    /// stays, the simulated control daemon acts like the control daemon of driver 580: it announces that it ends by
+    /// force, and then hangs for ever.
     fn quit(&'static self, rest: &[&str]) {
         let limit = match rest {
             ["-t", seconds, ..] => seconds.parse().ok(),
@@ -323,7 +327,7 @@ impl Daemon {
     }
 }
 
-/// The address of a GPU in the control daemon's spelling, `0000:00.06.00`.
+/// The PCI address of a GPU in the control daemon's spelling, such as `0000:00.06.00`.
 fn dotted(gpu: &Gpu) -> String {
     let pci = gpu.pci();
     format!("{:04x}:{:02x}.{:02x}.{:02x}", pci.domain, pci.bus, pci.device, pci.function)
@@ -335,7 +339,7 @@ fn hang() -> ! {
     }
 }
 
-/// The letter of a process's state. None if there is no such process.
+/// The letter by which the kernel shows the state of a process. None if there is no such process.
 fn process_state(pid: u32) -> Option<char> {
     crate::state::behind_name(pid)?.trim_start().chars().next()
 }

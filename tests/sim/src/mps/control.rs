@@ -1,4 +1,4 @@
-//! The control daemon: its options, its sockets, and the server that it starts for its clients.
+//! The simulated MPS control daemon: its options, its sockets, and the server that it starts for its clients.
 
 use std::fs::{self, File, OpenOptions, Permissions};
 use std::io::{self, BufRead, BufReader, Write};
@@ -18,10 +18,10 @@ use super::wire::{self, ClientHello, Event, Hello, Order, Report, Status};
 use super::{front_end, log_directory, pipe_directory};
 use crate::state::{Gpu, Host, visible};
 
-/// The variable that is set in the process which the option `-d` starts in the background.
+/// The environment variable that is set in the process which the option `-d` starts in the background.
 const BACKGROUND: &str = "YUNION_MPS_SIM_BACKGROUND";
 
-/// The line that the process in the background writes to its stdout when it serves.
+/// The line that the control daemon in the background writes to its stdout when it serves.
 const SERVING: &str = "serving\n";
 
 /// CUDA's error `MPS client failed to connect to the MPS control daemon or the MPS server`.
@@ -102,7 +102,7 @@ pub fn run(arguments: &[String]) -> u8 {
     })
 }
 
-/// Starts the same program again in the background, and waits until it serves or has failed.
+/// Starts this program again in the background, and waits until the new process serves or has failed.
 fn to_background(arguments: &[String]) -> io::Result<u8> {
     let mut child = Command::new(std::env::current_exe()?)
         .arg0("nvidia-cuda-mps-control")
@@ -110,8 +110,8 @@ fn to_background(arguments: &[String]) -> io::Result<u8> {
         .env(BACKGROUND, "1")
         .stdin(Stdio::null())
         .stdout(Stdio::piped())
-        // The control daemon must not inherit standard error: a reader that waits for the end of that output would wait for
-        // it.
+        // The control daemon must not inherit standard error: a reader of that output would wait until the control
+        // daemon ends.
         .stderr(Stdio::piped())
         .spawn()?;
     let mut said = String::new();
@@ -135,14 +135,14 @@ fn exit_code(child: &mut Child) -> u8 {
     code.and_then(|code| code.try_into().ok()).unwrap_or(1)
 }
 
-/// The settings with which the next server starts.
+/// The settings with which the control daemon starts its next server.
 pub(super) struct Defaults {
     pub(super) percentage: f64,
-    /// The memory limits in bytes, by the ordinals of the GPUs.
+    /// The memory limits of the next server in bytes, by the ordinals of the GPUs.
     pub(super) limits: Vec<(usize, u64)>,
 }
 
-/// The control daemon that this process is.
+/// The state of the control daemon that this process runs.
 pub(super) struct Daemon {
     pub(super) host: Host,
     pub(super) version: u32,
@@ -155,14 +155,15 @@ pub(super) struct Daemon {
     defaults: Mutex<Defaults>,
     state: Mutex<State>,
     changed: Condvar,
-    /// The lock that the control daemon holds while it waits for something and answers no program.
+    /// The lock that the control daemon holds while it carries out an action during which it answers no program.
     busy: Mutex<()>,
 }
 
 struct State {
     server: Option<Arc<Server>>,
     quitting: bool,
-    /// The exit status of the last server. The control daemon itself ends with this status.
+    /// The exit status of the server that has ended last. The control daemon itself ends with the exit status of its
+    /// last server.
     exit_status: u8,
 }
 
@@ -203,7 +204,7 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// The process that runs a front end: its user, by the kernel, and the socket that it has found.
+/// The process that runs a front end: its user, as the kernel reports it, and the socket to which it has connected.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Asker {
     pub(super) uid: u32,
@@ -245,8 +246,9 @@ impl Daemon {
         if host.fault("start-garbage").is_some() {
             io::stdout().write_all(b"\x00\xff\xfe garbage \x1b[2J\n[not a time Control] \xc3\n")?;
         }
-        // A front end of the same user connects to this socket, and may give any command. As in a real control daemon this
-        // socket is made first, so that it exists once `control` exists.
+        // A front end of the control daemon's own user connects to the socket `control_privileged`, and may give any
+        // command. As in a real control daemon the socket `control_privileged` is made first, so that it exists once
+        // `control` exists.
         let privileged = wire::listen(&pipe.join("control_privileged"))?;
         fs::set_permissions(pipe.join("control_privileged"), Permissions::from_mode(0o755))?;
         let control = wire::listen(&pipe.join("control"))?;
@@ -300,7 +302,7 @@ impl Daemon {
         lock(&self.defaults)
     }
 
-    /// The server that runs, if there is one.
+    /// The server of the control daemon that runs. None if no server runs.
     pub(super) fn server(&self) -> Option<Arc<Server>> {
         lock(&self.state).server.clone()
     }
@@ -325,7 +327,8 @@ impl Daemon {
                 self.user_interface(connection, Asker { uid, privileged });
             }
             Some((Hello::Client(hello), (pid, uid))) => {
-                // A real client connects more than once, and each connection causes this line in the log.
+                // A real client connects more than once, and each connection causes the line about credentials in the
+                // log.
                 self.log("User did not send valid credentials");
                 self.log("Accepting connection...");
                 self.admit(connection, pid, uid, hello);
@@ -337,7 +340,8 @@ impl Daemon {
     fn user_interface(&'static self, connection: &OwnedFd, asker: Asker) {
         self.log("NEW UI");
         while let Some(line) = wire::receive::<String>(connection) {
-            // As in a real control daemon: after `quit` with a client it handles no further command.
+            // Like a real control daemon, the simulated control daemon handles no further command after `quit` while it
+            // has a client.
             let is_quitting = lock(&self.state).quitting;
             let answer = (!is_quitting).then(|| self.command(&line, asker));
             if wire::send(connection, &answer).is_err() {
@@ -393,7 +397,7 @@ impl Daemon {
         }
     }
 
-    /// Starts a server for this user, unless there is one.
+    /// Starts a server for this user, unless the control daemon has a server.
     pub(super) fn start_server(&'static self, uid: u32) {
         let mut state = lock(&self.state);
         if state.server.is_none() {
@@ -441,7 +445,7 @@ impl Daemon {
         Ok((command.spawn()?, ours))
     }
 
-    /// Handles the reports of a server until the server ends.
+    /// Handles the reports that a server sends to the control daemon, until the server ends.
     fn follow(&self, server: &Server, child: &mut Child, answers: &Sender<Status>) {
         while let Some(report) = wire::receive(&server.channel) {
             match report {
@@ -455,7 +459,7 @@ impl Daemon {
         }
         let status = exit_code(child);
         self.note(|state| {
-            // When this line appears in the log, the server's process has ended.
+            // When the line `Server ... exited` appears in the log, the server's process has ended.
             self.log(&format!("Server {} exited with status {status}", server.pid));
             if self.version < 580 {
                 self.log("Removed Shm file at ");
@@ -465,13 +469,14 @@ impl Daemon {
         });
     }
 
-    /// Changes the state, and wakes all threads that wait for a change.
+    /// Changes the state of the control daemon, and wakes all threads that wait for a change.
     fn note(&self, change: impl FnOnce(&mut State)) {
         change(&mut lock(&self.state));
         self.changed.notify_all();
     }
 
-    /// Waits until the server is in the wanted state. Returns false if the deadline comes first.
+    /// Waits until the server is in the wanted state. Returns false if the deadline comes before the server is in the
+    /// wanted state.
     pub(super) fn wait_until(
         &self,
         wanted: impl Fn(Option<&Server>) -> bool,
@@ -493,7 +498,7 @@ impl Daemon {
         self.note(|state| state.quitting = true);
     }
 
-    /// Ends the process after `quit`, and removes two of the control daemon's files.
+    /// Ends the control daemon's process after the command `quit`, and removes two of the control daemon's files.
     pub(super) fn exit(&self) -> ! {
         let status = lock(&self.state).exit_status;
         self.log(&format!("Exit with status {status}"));
@@ -515,8 +520,9 @@ fn make_directory(path: &Path) -> io::Result<()> {
     Ok(())
 }
 
-/// Opens control.log, and server.log for the servers. In the foreground both write to this process's stdout. If the
-/// FIFO can't be made, nothing is logged.
+/// Opens control.log for the control daemon, and server.log for its servers. In the foreground the control daemon and
+/// its servers log to the control daemon's stdout. If the FIFO `log` in the pipe directory can't be made, nothing is
+/// logged.
 fn logs(pipe: &Path, background: bool) -> io::Result<(Log, Option<File>)> {
     if pipe.join(FIFO).is_dir() {
         return Ok((Log::to(io::sink()), Some(File::options().write(true).open("/dev/null")?)));
@@ -530,7 +536,7 @@ fn logs(pipe: &Path, background: bool) -> io::Result<(Log, Option<File>)> {
     Ok((Log::to(open("control.log")?), Some(open("server.log")?)))
 }
 
-/// Makes the FIFO, and from 555 on the PID file, which every user may write.
+/// Makes the FIFO `log` in the pipe directory, and from version 555 on the PID file, which every user may write.
 fn leave_files(pipe: &Path, version: u32) -> io::Result<()> {
     let fifo = pipe.join(FIFO);
     _ = fs::remove_file(&fifo);

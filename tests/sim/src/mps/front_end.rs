@@ -1,4 +1,5 @@
-//! The front end: passes commands from stdin to the control daemon, and its answers to stdout.
+//! The simulated front end, which passes commands from stdin to the control daemon, and the control daemon's answers to
+//! stdout.
 
 use std::io::{self, BufRead, Write};
 
@@ -14,7 +15,7 @@ pub(super) fn run(host: &Host) -> u8 {
     }
     let directory = super::pipe_directory();
     let connected = ["control_privileged", "control"].map(|socket| directory.join(socket));
-    // If the socket `control` does not exist, a real front end does not try the other socket.
+    // If the socket `control` does not exist, a real front end does not try the socket `control_privileged` either.
     let connected = if directory.join("control").exists() { &connected[..] } else { &[] };
     let connected = connected.iter().find_map(|socket| wire::connect(socket).ok());
     let hello = connected

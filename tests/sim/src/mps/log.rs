@@ -1,10 +1,11 @@
-//! The log, in the control daemon's grammar: `[2026-11-21 02:13:53.814 Control   879] text`.
+//! The log of the simulated control daemon and its servers, in the real control daemon's format:
+//! `[2026-11-21 02:13:53.814 Control   879] text`.
 
 use std::io::Write;
 use std::sync::Mutex;
 use std::time::{SystemTime, UNIX_EPOCH};
 
-/// The log of a process.
+/// The log to which a control daemon or a server writes.
 pub(super) struct Log {
     out: Mutex<Box<dyn Write + Send>>,
 }
@@ -14,8 +15,8 @@ impl Log {
         Self { out: Mutex::new(Box::new(out)) }
     }
 
-    /// Writes a line in one piece, since several processes share the file. If the log can't be written, the process
-    /// goes on.
+    /// Writes a line of the log in one piece, since several processes share the file. If the log can't be written, the
+    /// line is lost, and the process goes on.
     pub(super) fn line(&self, label: &str, pid: u32, text: &str) {
         let line = format!("[{} {label} {pid:>5}] {text}\n", time(now()));
         if let Ok(mut out) = self.out.lock() {
@@ -30,7 +31,7 @@ fn now() -> u64 {
     since.as_millis().try_into().unwrap_or_default()
 }
 
-/// The text of a time in UTC.
+/// The text of a time in UTC, as the lines of the log begin with it.
 fn time(milliseconds: u64) -> String {
     let seconds = milliseconds / 1000;
     let (mut day, mut year) = (seconds / 86400, 1970);

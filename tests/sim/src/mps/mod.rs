@@ -1,9 +1,10 @@
-//! MPS: the control daemon, its servers, and the CUDA programs that are their clients.
+//! MPS: the control daemon, its servers, and the CUDA programs that are clients of the servers.
 //!
-//! The control daemon listens in the pipe directory. A front end talks to the control daemon until the front end closes the
-//! connection. A client sends a hello, and the control daemon passes the client's connection on to a server, so the
-//! connection breaks when the server dies. A server is a child of the control daemon. The stdin of the server is a channel to
-//! the control daemon, and the server dies when the channel breaks. All messages are packets of JSON (`wire`).
+//! The control daemon listens in the pipe directory. A front end talks to the control daemon until the front end closes
+//! the connection. A client sends a hello to the control daemon, which passes the client's connection on to a server,
+//! so the connection breaks when the server dies. A server is a child of the control daemon. The stdin of the server is
+//! a channel to the control daemon, and the server dies when the channel breaks. All messages are packets of JSON
+//! (`wire`).
 
 pub mod client;
 pub mod control;
@@ -23,7 +24,7 @@ pub fn command_of(pid: u32) -> Option<String> {
     (!word.is_empty()).then(|| String::from_utf8_lossy(word).into_owned())
 }
 
-/// The directory where the control daemon and its clients meet.
+/// The pipe directory, in which the control daemon makes the sockets to which its clients connect.
 fn pipe_directory() -> PathBuf {
     std::env::var_os("CUDA_MPS_PIPE_DIRECTORY").map_or_else(|| "/tmp/nvidia-mps".into(), PathBuf::from)
 }
@@ -33,8 +34,8 @@ fn log_directory() -> PathBuf {
     std::env::var_os("CUDA_MPS_LOG_DIRECTORY").map_or_else(|| "/var/log/nvidia-mps".into(), PathBuf::from)
 }
 
-/// Parses a memory limit as the control daemon does, and returns bytes: digits, then `G` for GiB, or anything else for MiB.
-/// None if there are no digits, or if they are all zeros.
+/// Parses a memory limit as the control daemon does, and returns bytes: digits, then `G` for GiB, or anything else for
+/// MiB. None if the text begins with no digit, or only with zeros.
 fn memory_limit(text: &str) -> Option<u64> {
     let digits = text.bytes().take_while(u8::is_ascii_digit).count();
     let (number, unit) = text.split_at_checked(digits)?;
@@ -42,7 +43,7 @@ fn memory_limit(text: &str) -> Option<u64> {
     number.parse::<u64>().ok()?.checked_mul(mib * 1024 * 1024).filter(|limit| *limit > 0)
 }
 
-/// A memory limit in the control daemon's spelling: in whole GiB from 1 GiB on.
+/// The text of a memory limit in the control daemon's spelling: whole GiB from 1 GiB on, and MiB below.
 fn memory_text(bytes: u64) -> String {
     let mib = bytes >> 20;
     if mib >= 1024 { format!("{}G", mib / 1024) } else { format!("{mib}M") }

@@ -1,4 +1,5 @@
-//! A server: opens its GPUs, takes clients, applies their limits, and passes a fault of one client on to all of them.
+//! A simulated MPS server, which opens its GPUs, takes clients, applies the limits of the clients, and passes a fault
+//! of one client on to all clients.
 
 use std::io;
 use std::os::fd::{AsFd, OwnedFd};
@@ -14,12 +15,13 @@ use super::{client, command_of, memory_limit, percentage};
 use crate::memory_limits;
 use crate::state::{Gpu, Host, Kind, visible};
 
-/// The memory that a server holds on each of its GPUs, and a client on its GPU, before it allocates any, in MiB.
+/// The memory in MiB that a server holds on each of its GPUs, and that a client holds on its GPU before the client
+/// allocates any memory.
 const SERVER_MIB: u64 = 66;
 const CLIENT_MIB: u64 = 580;
 
-/// The number of steps for ending a client's work. Each step waits for the client, so a client that runs only for
-/// moments passes few steps each time.
+/// The number of steps for ending a client's work. The server waits for the client in each step, so a client that runs
+/// only for moments at a time passes few steps each time.
 const STEPS: u32 = 20;
 
 /// The interval at which a server that waits checks if its control daemon has ended.
@@ -32,19 +34,20 @@ struct Server {
     channel: OwnedFd,
     log: Log,
     state: Mutex<State>,
-    /// Notified when a client has taken part in a step, or has ended.
+    /// The condition variable that is notified when a client has taken part in a step of its end, or has ended.
     taken_part: Condvar,
 }
 
 struct State {
     percentage: f64,
-    /// The memory limits in bytes, by the ordinals of the GPUs.
+    /// The memory limits that the server enforces, in bytes, by the ordinals of the GPUs.
     limits: Vec<(usize, u64)>,
     clients: Vec<Client>,
     last_id: u32,
-    /// True if the server has a context on each of the GPUs.
+    /// For each GPU by its ordinal: true if the server has a context on this GPU.
     contexts: Vec<bool>,
-    /// The client that the next line `Received new client request` names: such a line names the previous client.
+    /// The client that the next line `Received new client request` in the log names. As on a real host, such a line
+    /// names the client before the new one.
     last_request: String,
 }
 
@@ -60,7 +63,7 @@ struct Client {
     long_kernel: bool,
     terminated: bool,
     faulted: bool,
-    /// The number of steps in which the client has taken part.
+    /// The number of steps of its end in which the client has taken part.
     steps: u32,
 }
 
@@ -69,7 +72,8 @@ pub fn run() -> u8 {
     start().map_or(1, Server::follow_orders)
 }
 
-/// Opens the GPUs. If the server can't open one of its GPUs, it ends without a message, as recorded.
+/// Opens the GPUs of the server. If the server can't open one of its GPUs, it ends without a message, as was recorded
+/// from a real server.
 fn start() -> Option<&'static Server> {
     let host = Host::from_env().ok()?;
     let channel = io::stdin().as_fd().try_clone_to_owned().ok()?;
@@ -120,7 +124,7 @@ fn start() -> Option<&'static Server> {
     Some(server)
 }
 
-/// Waits for this time. Returns true if the control daemon ended meanwhile.
+/// Waits for `time`, or until the control daemon ends. Returns true if the control daemon has ended.
 fn lost_within(channel: &OwnedFd, time: Duration) -> bool {
     let mut hang_up = [PollFd::new(channel, PollFlags::empty())];
     let timeout = Timespec::try_from(time).ok();
@@ -160,7 +164,8 @@ impl Server {
         self.log.line("Server", std::process::id(), text);
     }
 
-    /// Logs a memory limit. No such line was recorded below compute capability 7.0, where the limit has no effect.
+    /// Logs a memory limit. On GPUs below compute capability 7.0, where a memory limit has no effect, no real server
+    /// was seen to log the line about it.
     fn log_limit(&self, ordinal: usize, bytes: u64) {
         if self.gpus.get(ordinal).is_some_and(Gpu::enforces_limits) {
             self.log(&format!("Device pinned memory limit for device {ordinal} set to {bytes:#x} bytes"));
@@ -168,7 +173,7 @@ impl Server {
     }
 
     fn report(&self, report: &Report) {
-        // If the control daemon has ended, the report is lost, and the server ends in a moment.
+        // If the control daemon has ended, the report to it is lost, and the server ends in a moment.
         _ = wire::send(&self.channel, report);
     }
 
@@ -310,8 +315,9 @@ impl Server {
         Ok(id)
     }
 
-    /// The server's ordinals of the GPUs that a client sees, in the client's order. The client's environment decides the
-    /// order. Without such a variable the order is by address, whatever the control daemon's order is.
+    /// The server's ordinals of the GPUs that a client sees, in the client's order. The client's environment decides
+    /// the order. If the client's environment decides nothing, the order is by PCI address, no matter in which order
+    /// the control daemon has the GPUs.
     fn seen(&self, hello: &ClientHello) -> Vec<usize> {
         let mut in_order = self.gpus.clone();
         in_order.sort_unstable_by_key(|gpu| gpu.index);
@@ -319,8 +325,8 @@ impl Server {
         seen.filter_map(|gpu| self.gpus.iter().position(|own| *own == gpu)).collect()
     }
 
-    /// The properties of a GPU as a client sees it. The memory limit belongs to the client's ordinal (`place`), not
-    /// to the server's, as measured.
+    /// The properties of a GPU as a client sees it. As measured on real GPUs, a memory limit belongs to the ordinal of
+    /// the GPU in the client (`place`), not to the ordinal in the server.
     fn device(
         &self,
         state: &State,
@@ -350,7 +356,7 @@ impl Server {
         Some(client::device(gpu, sms, most.saturating_sub(client::context_mib(sms))))
     }
 
-    /// Makes the server's context on a GPU, if there is none.
+    /// Makes the server's context on a GPU, if the server has none on this GPU.
     fn open(&self, state: &mut State, ordinal: usize) {
         if let (Some(open), Some(gpu)) = (state.contexts.get_mut(ordinal), self.gpus.get(ordinal))
             && !std::mem::replace(open, true)
@@ -385,8 +391,8 @@ impl Server {
         }
     }
 
-    /// Ends a client's work with the client's help. If the client is stopped, frozen or held by a debugger, the
-    /// server waits for it, and the control daemon waits for the server.
+    /// Ends a client's work with the client's help. If the client is stopped, frozen or held by a debugger, the server
+    /// waits for the client, and the control daemon waits for the server.
     fn terminate(&self, pid: u32) -> bool {
         let mut state = self.state();
         for _ in 0..STEPS {
@@ -439,8 +445,8 @@ impl Server {
         }
     }
 
-    /// Removes a client that has ended. If the client's kernel still ran, its end is a fault. When the last client that a
-    /// fault has hit is removed, the fault is over.
+    /// Removes a client that has ended. If the client's CUDA kernel still ran, the end of the client is a fault. When
+    /// the last client that a fault has hit is removed, the fault is over.
     fn part_with(&self, id: u32) {
         let mut state = self.state();
         let Some(place) = state.clients.iter().position(|client| client.id == id) else { return };
@@ -474,7 +480,7 @@ impl Server {
     }
 }
 
-/// The memory limit in bytes that a client sets itself in its environment for one of its devices: `0=2G,1=3G` or
+/// The memory limit in bytes that a client sets for one of its devices in its own environment: `0=2G,1=3G` or
 /// `GPU-...=4G`.
 fn own_limit(hello: &ClientHello, place: usize, uuid: &str) -> Option<u64> {
     let limits = hello.memory_limits.as_deref()?.split(',').filter_map(|limit| limit.trim().split_once('='));

@@ -1,4 +1,5 @@
-//! The messages between the programs: packets of JSON over `SOCK_SEQPACKET`, sometimes with a connection attached.
+//! The messages between the programs of the simulated MPS: packets of JSON over `SOCK_SEQPACKET`, sometimes with a
+//! connection attached.
 
 use std::io::{self, IoSlice, IoSliceMut};
 use std::mem::MaybeUninit;
@@ -12,10 +13,11 @@ use rustix::net::{
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 
-/// The first packet to a control daemon.
+/// The first packet that a program sends to a control daemon.
 #[derive(Debug, Serialize, Deserialize)]
 pub(super) enum Hello {
-    /// A front end. The commands of the front end follow, one per packet. Each command is answered by one packet of text.
+    /// A front end. The commands of the front end follow the hello, one per packet. The control daemon answers each
+    /// command of the front end by one packet of text.
     FrontEnd,
     /// A CUDA program that wants to be a client.
     Client(ClientHello),
@@ -36,14 +38,14 @@ pub(super) enum Order {
         percentage: f64,
         limits: Vec<(usize, u64)>,
     },
-    /// Take a client. The client's connection is attached to the packet.
+    /// Take a client, whose connection is attached to the packet.
     Client {
         pid: u32,
         hello: ClientHello,
     },
     SetPercentage(f64),
     SetLimit(usize, Option<u64>),
-    /// Report the status. A [`Report::Status`] answers this order and the next three.
+    /// Report the status: the server answers `Query` and the next three orders by a [`Report::Status`].
     Query,
     DeviceQuery,
     Terminate(u32),
@@ -69,7 +71,7 @@ pub(super) struct Status {
     pub(super) percentage: f64,
     pub(super) limits: Vec<(usize, u64)>,
     pub(super) clients: Vec<ClientStatus>,
-    /// True if the server had the client to terminate.
+    /// True if the server had the client whose work it was ordered to terminate.
     pub(super) done: bool,
 }
 
@@ -78,7 +80,7 @@ pub(super) struct ClientStatus {
     pub(super) pid: u32,
     /// The client's number on its server.
     pub(super) id: u32,
-    /// The client's device: the server's ordinal, the UUID and the name.
+    /// The client's device: its ordinal in the server, and in the next fields its UUID and its name.
     pub(super) ordinal: usize,
     pub(super) uuid: String,
     pub(super) name: String,
@@ -90,7 +92,8 @@ pub(super) struct ClientStatus {
 #[derive(Debug, Serialize, Deserialize)]
 pub(super) enum Event {
     Welcome(Vec<Device>),
-    /// A step of ending the client's work. The client has to answer with [`Request::TakePart`].
+    /// Asks the client to take part in a step by which the server ends the client's work. The client has to answer with
+    /// [`Request::TakePart`].
     TakePart,
     /// A CUDA error, after which the client can do nothing more.
     Error(u32),
@@ -111,11 +114,11 @@ pub(super) enum Request {
     TakePart,
 }
 
-/// The properties of a device as a CUDA program sees them, with limits applied.
+/// The properties of a device as a CUDA program sees them, with the limits of MPS applied.
 #[derive(Debug, Serialize, Deserialize)]
 pub(super) struct Device {
     pub(super) name: String,
-    /// The device's bus and device number, `00:06`.
+    /// The PCI bus and device number of the device, such as `00:06`.
     pub(super) pci: String,
     pub(super) capability: String,
     pub(super) sms: u32,
@@ -135,7 +138,7 @@ pub(super) fn connect(path: &Path) -> io::Result<OwnedFd> {
     Ok(socket)
 }
 
-/// Listens at this path. The socket of a dead control daemon at this path is replaced.
+/// Listens at this path, and replaces the socket that a dead control daemon has left there.
 pub(super) fn listen(path: &Path) -> io::Result<OwnedFd> {
     let socket = socket()?;
     match std::fs::remove_file(path) {
@@ -157,7 +160,7 @@ pub(super) fn send(socket: impl AsFd, message: &impl Serialize) -> io::Result<()
     send_with(socket, message, None)
 }
 
-/// Sends a packet, with a connection attached to it if there is one.
+/// Sends a packet, and attaches a connection to the packet if the caller gives one.
 pub(super) fn send_with(
     socket: impl AsFd,
     message: &impl Serialize,
@@ -174,12 +177,12 @@ pub(super) fn send_with(
     Ok(())
 }
 
-/// The next packet. None if the other end has closed, or if the packet can't be read.
+/// The next packet. None if the other end has closed the connection, or if the packet can't be read.
 pub(super) fn receive<T: DeserializeOwned>(socket: impl AsFd) -> Option<T> {
     Some(receive_with(socket)?.0)
 }
 
-/// The next packet and the connection attached to it.
+/// The next packet, and the connection that is attached to the packet.
 pub(super) fn receive_with<T: DeserializeOwned>(socket: impl AsFd) -> Option<(T, Option<OwnedFd>)> {
     let mut packet = vec![0; 256 * 1024];
     let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
@@ -197,14 +200,14 @@ pub(super) fn receive_with<T: DeserializeOwned>(socket: impl AsFd) -> Option<(T,
     Some((message, attached))
 }
 
-/// Sends no more packets, and waits until the other end has closed too.
+/// Closes this end of a connection for sending, and waits until the other end has closed it too.
 pub(super) fn part(socket: impl AsFd) {
     if rustix::net::shutdown(&socket, rustix::net::Shutdown::Write).is_ok() {
         while receive::<serde_json::Value>(&socket).is_some() {}
     }
 }
 
-/// The PID and the user of the process at the other end.
+/// The PID and the user of the process at the other end of a connection.
 pub(super) fn peer(socket: impl AsFd) -> Option<(u32, u32)> {
     let credentials = rustix::net::sockopt::socket_peercred(socket).ok()?;
     Some((credentials.pid.as_raw_nonzero().get().try_into().ok()?, credentials.uid.as_raw()))
