@@ -257,8 +257,8 @@ const DEFECTS: &[Defect] = &[
     (
         "a control daemon has a GPU alone on which others take turns",
         "core.rs",
-        "one.keeps(gpu, order.id.tenure())",
-        "one.keeps(gpu, if PUT_BACK { crate::Tenure::InTurns } else { order.id.tenure() })",
+        "one.keeps(gpu, tenure)",
+        "one.keeps(gpu, if PUT_BACK { crate::Tenure::InTurns } else { tenure })",
         "",
     ),
     (
