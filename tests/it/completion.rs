@@ -1,4 +1,4 @@
-//! Completion in bash, zsh and fish, with the installed files, in real shells.
+//! The completion of yunion-mpsctl command lines in real shells: bash, zsh and fish, with the installed completion files.
 
 use crate::support::host::mpsctl;
 use std::collections::BTreeSet;
@@ -24,7 +24,7 @@ fn host() -> Host {
     host
 }
 
-/// A shell with simulated typing. The shell ends when this value is dropped.
+/// A shell on a terminal, into which a test types keys. The shell ends when this value is dropped.
 struct Shell {
     script: Child,
     keys: ChildStdin,
@@ -32,7 +32,7 @@ struct Shell {
 }
 
 impl Shell {
-    /// Starts the shell, and types the preparation: `shown` must print the present command line at Ctrl-X Ctrl-P.
+    /// Starts the shell, and types `preparation`, after which the shell must print its present command line at Ctrl-X Ctrl-P.
     fn start(host: &Host, command: &str, preparation: &str) -> Self {
         let mut script = host.command("script");
         script.args(["-qec", command, "/dev/null"]).env("SHELL", "/bin/sh").env("TERM", "xterm");
@@ -49,7 +49,8 @@ impl Shell {
         let mut shell = Self { script, keys, screen };
         shell.press(&format!("{preparation}; printf 'REA''DY\\n'\n"));
         shell.wait_for("READY");
-        // The terminal has shown the typed command, which contains the text for which `line` waits. So the screen is cleared.
+        // The terminal has shown the typed preparation, which contains the text for which `line` waits. So the recorded
+        // screen is cleared.
         shell.screen.lock().unwrap().clear();
         shell
     }
@@ -66,7 +67,7 @@ impl Shell {
         })
     }
 
-    /// The command line after these keys, to its end.
+    /// Types these keys, and returns the shell's command line.
     fn line(&mut self, keys: &str) -> String {
         self.press(keys);
         self.press("\u{18}\u{10}");
@@ -74,7 +75,7 @@ impl Shell {
             let shown = self.wait_for("LINE=");
             shown.split_once('$').map(|(line, _)| line.to_owned())
         });
-        // The line is cleared, so that the next line begins empty.
+        // Ctrl-U clears the command line, so that the next command line begins empty.
         self.screen.lock().unwrap().clear();
         self.press("\u{15}");
         line
@@ -88,7 +89,8 @@ impl Drop for Shell {
     }
 }
 
-/// Keys, and the command line that they make. `^` stands for the tabulator.
+/// Typed keys, and the command line that the shell shows after completing them. In the typed keys, `^` stands for the
+/// tabulator key.
 const TYPED: [(&str, &str); 10] = [
     ("yunion-mpsctl dr^", "yunion-mpsctl drain "),
     ("yunion-mpsctl run 00:0^-2^", "yunion-mpsctl run 00:06.0-2 "),
@@ -131,7 +133,7 @@ fn zsh_completes_what_is_typed() {
     type_all(&mut zsh);
 }
 
-/// The words that fish offers.
+/// The words that fish offers for completing a command line.
 fn fish(host: &Host, line: &str) -> BTreeSet<String> {
     let asked =
         format!("source '{}'; complete --do-complete '{line}'", script("yunion-mpsctl.fish").display());
@@ -159,7 +161,7 @@ fn fish_offers_what_fits() {
     }
 }
 
-/// The words that the program offers to the scripts, with their meanings.
+/// The words that yunion-mpsctl offers to the completion scripts of the shells, each with its meaning.
 fn offered(command: &mut Command, words: &[&str]) -> Vec<(String, String)> {
     let output = command.args(["complete-words", "yunion-mpsctl"]).args(words).output().unwrap();
     assert!(output.status.success() && output.stderr.is_empty(), "{words:?}: {}", text(&output));
@@ -169,7 +171,7 @@ fn offered(command: &mut Command, words: &[&str]) -> Vec<(String, String)> {
     lines.lines().map(pair).collect()
 }
 
-/// Every option of every subcommand.
+/// The completion offers every option of every subcommand.
 #[test]
 fn every_subcommand_and_every_option_is_offered() {
     let program = || Command::new(mpsctl());
@@ -224,7 +226,7 @@ fn a_service_that_is_not_there_or_hangs_is_not_waited_for() {
     .unwrap();
     let begun = Instant::now();
     assert_eq!(offered(&mut host.command("yunion-mpsctl"), &["drain", "0"]), []);
-    // The limit is a second for the answer, and the rest is for a busy machine.
+    // The completion waits at most a second for the service, and the rest of the limit is for a busy machine.
     assert!(begun.elapsed() < Duration::from_secs(8), "{:?}", begun.elapsed());
     host.stop_bus();
     assert_eq!(offered(&mut host.command("yunion-mpsctl"), &["drain", "0"]), []);

@@ -1,4 +1,5 @@
-//! Control daemons and their servers on the CPUs near their GPUs. The /sys of a simulated GPU can name any CPUs of this machine.
+//! The service binds control daemons and their servers to the CPUs near their GPUs. The /sys of a simulated GPU can name any
+//! CPUs of this machine.
 
 use std::fs;
 
@@ -13,7 +14,7 @@ use crate::support::wait::wait_for;
 
 const AUTO: &str = "cuda_mps_cpu_affinity: auto";
 
-/// A CPU that no machine of these tests has.
+/// The number of a CPU that no machine has on which these tests run.
 const STRANGER: &str = "1023";
 
 /// The CPUs of a process, in the kernel's spelling.
@@ -23,7 +24,7 @@ fn allowed(pid: impl std::fmt::Display) -> String {
     line.trim().to_owned()
 }
 
-/// The list in the kernel's spelling of a list of single numbers.
+/// CPU numbers as a list in the kernel's spelling, such as `0-3,8`.
 fn spelt(cpus: &[usize]) -> String {
     let groups = cpus.chunk_by(|one, next| one + 1 == *next);
     let words = groups.map(|group| match group {
@@ -52,7 +53,7 @@ impl Host {
         fs::write(self.file(&format!("/sys/bus/pci/devices/{address}/local_cpulist")), cpus).unwrap();
     }
 
-    /// The CPUs in the environment of a container with a slice.
+    /// The value of `YUNION_MPS_CPUS` in the environment of a container with a slice.
     fn told(&self, device: &str) -> Value {
         self.container_of(device)["environment"]["YUNION_MPS_CPUS"].clone()
     }
@@ -75,7 +76,7 @@ fn two_gpus(parts: &[String; 2]) -> Host {
     host
 }
 
-/// A control daemon and its only server may run on these CPUs, and on no other CPUs.
+/// Fails unless a control daemon and its only server may run on these CPUs, and on no other CPUs.
 fn assert_on(daemon: &Value, cpus: &str) {
     let servers = daemon["servers"].as_array().unwrap();
     assert_eq!(servers.len(), 1, "{daemon:#}");
@@ -110,7 +111,8 @@ fn each_control_daemon_and_its_server_run_near_their_gpu() {
     assert_eq!(host.stop().code(), Some(0));
 }
 
-/// Each superchip of a Grace host has a GPU and the CPUs near it. This machine may lack these CPUs, and nothing is bound then.
+/// Each superchip of a Grace host has a GPU and the CPUs near it. The machine of the test may lack these CPUs, and then no
+/// control daemon is bound to CPUs.
 #[test]
 fn a_container_with_a_slice_of_a_superchip_gets_the_cpus_of_that_superchip() {
     let mut host = Host::new("gh200x4");
@@ -135,7 +137,8 @@ fn by_default_nothing_is_bound() {
     assert_eq!(host.stop().code(), Some(0));
 }
 
-/// A control daemon of several GPUs runs near any of them. If these are all CPUs, the control daemon is not bound.
+/// A control daemon of several GPUs may run on the CPUs near any of its GPUs. If these CPUs are all CPUs of the machine, the
+/// control daemon is not bound to CPUs.
 #[test]
 fn a_shared_control_daemon_runs_near_all_its_gpus() {
     let Some(parts) = two_parts("binding to CPUs") else { return };
@@ -161,7 +164,8 @@ fn a_shared_control_daemon_runs_near_all_its_gpus() {
     assert_eq!(host.stop().code(), Some(0));
 }
 
-/// Whatever /sys says, the GPU is served, on the CPUs that the service may use.
+/// If the list of near CPUs in /sys is of no use, the service serves the GPU nevertheless, on all CPUs that the service may
+/// use.
 #[test]
 fn a_list_that_is_of_no_use_binds_nothing() {
     let Some(parts) = two_parts("binding to CPUs") else { return };
@@ -171,7 +175,7 @@ fn a_list_that_is_of_no_use_binds_nothing() {
         ("many", &all, None),
         ("0-4294967295", &all, None),
         (all.as_str(), &all, None),
-        // In the first row no CPU may be used, and in the second row only one part of the list.
+        // In the first row the service may use no CPU of the list, and in the second row only one part of the list.
         (STRANGER, &all, Some(STRANGER.to_owned())),
         (&format!("{},{STRANGER}", parts[0]), &parts[0], Some(format!("{},{STRANGER}", parts[0]))),
     ] {
@@ -191,7 +195,8 @@ fn a_list_that_is_of_no_use_binds_nothing() {
     }
 }
 
-/// A change of the CPUs needs a new control daemon, which waits for the clients of the present one.
+/// A change of the key for the CPUs needs a new control daemon, which starts after the clients of the present control daemon
+/// have ended.
 #[test]
 fn a_changed_key_waits_for_clients() {
     let Some(parts) = two_parts("binding to CPUs") else { return };
@@ -214,7 +219,8 @@ fn a_changed_key_waits_for_clients() {
     let bound = host.wait_for_state("ready");
     assert_ne!(control_pid(&bound), control_pid(&before));
     assert_on(control_daemon(&bound), &parts[0]);
-    // A reload without a change needs no new control daemon. The former value of the key needs a new control daemon.
+    // A reload without a change needs no new control daemon. Setting the key back to its former value needs a new control
+    // daemon.
     host.reload();
     assert_eq!(control_pid(&host.wait_for_state("ready")), control_pid(&bound));
     host.configure("cuda_mps_cpu_affinity: none");
@@ -225,7 +231,8 @@ fn a_changed_key_waits_for_clients() {
     assert_eq!(host.stop().code(), Some(0));
 }
 
-/// A running control daemon is taken over with its CPUs, no matter which program has chosen them.
+/// A service that starts takes a running control daemon over with the CPUs of that control daemon, no matter which program
+/// has chosen the CPUs.
 #[test]
 fn a_take_over_shows_the_cpus_in_force() {
     let Some(parts) = two_parts("binding to CPUs") else { return };
@@ -249,7 +256,8 @@ fn a_take_over_shows_the_cpus_in_force() {
     let both = format!("{} (wanted: {})", parts[1], parts[0]);
     assert!(shown(&host).contains(&both), "{}", shown(&host));
 
-    // Another program has bound the control daemon to all CPUs. The next check finds and shows the other CPUs.
+    // Another program has bound the control daemon to all CPUs. The service's next check finds these CPUs, and the status
+    // shows them.
     sched_setaffinity(pid, &all).unwrap();
     host.reload();
     wait_for("all CPUs", || {

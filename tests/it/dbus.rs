@@ -35,7 +35,7 @@ const MANAGER: &str = "/io/yunion/Mps1/Manager";
 const SLICE: &str = "/io/yunion/Mps1/devices/_00_06_0_1";
 const GPU: &str = "/io/yunion/Mps1/gpus/GPU_76aef7ff_372d_2432_b4b4_beca4d8d3400";
 
-/// The keys that a slice and its GPU share: each value with its D-Bus type.
+/// The keys that the D-Bus interface publishes for a slice as well as for its GPU, each value with its D-Bus type.
 fn golden_common() -> Value {
     json!({
         "base_addr": ["s", "00:06.0"],
@@ -106,7 +106,7 @@ fn golden_gpu() -> Value {
     }))
 }
 
-/// The golden values without their types.
+/// Expected values without their D-Bus types.
 fn plain(golden: &Value) -> Value {
     match golden {
         Value::Array(pair) if pair.len() == 2 && pair[0].is_string() => plain(&pair[1]),
@@ -116,7 +116,7 @@ fn plain(golden: &Value) -> Value {
     }
 }
 
-/// A dictionary with its keys as properties are named.
+/// Changes the keys of a dictionary to the names of D-Bus properties: `base_addr` becomes `BaseAddr`.
 fn camel(golden: &Value) -> Value {
     let name = |key: &str| {
         let words = key.split('_').map(|word| word[..1].to_uppercase() + &word[1..]);
@@ -137,7 +137,7 @@ fn typed(busctl: &Value) -> Value {
     }
 }
 
-/// Calls a method of the Manager with busctl: the signature and the values.
+/// Calls a method of the Manager with busctl, and returns the D-Bus signature and the values of the answer.
 async fn busctl(bus: &PrivateBus, method: &str, arguments: &[&str]) -> (String, Value) {
     busctl_at(bus, MANAGER, "io.yunion.Mps1.Manager", method, arguments).await
 }
@@ -187,7 +187,7 @@ manager = dbus.Interface(bus.get_object("io.yunion.Mps1", "/io/yunion/Mps1/Manag
     serde_json::from_str(&printed(&mut command).await).unwrap()
 }
 
-/// busctl as a listener: what the service says of its own accord, as `[path, interface, member, body]`.
+/// A running `busctl monitor` that prints the signals of the service, as `[path, interface, member, body]`.
 struct Monitor {
     busctl: Child,
     output: ChildStdout,
@@ -214,7 +214,7 @@ impl Monitor {
         Self { busctl, output, unread: Vec::new() }
     }
 
-    /// The next signal. busctl puts nothing between one JSON text and the next.
+    /// Waits for the next signal. busctl prints its JSON texts without anything between them.
     async fn signal(&mut self) -> Value {
         loop {
             let mut texts = serde_json::Deserializer::from_slice(&self.unread).into_iter::<Value>();
@@ -230,7 +230,7 @@ impl Monitor {
         }
     }
 
-    /// Everything up to and including the first signal of this name.
+    /// All signals up to and including the first signal with this name.
     async fn until(&mut self, member: &str) -> Vec<Value> {
         let mut signals = Vec::new();
         loop {
@@ -242,7 +242,7 @@ impl Monitor {
     }
 }
 
-/// The snapshot with its one GPU changed, as a new generation.
+/// The Snapshot with a change of its only GPU, as a new generation.
 fn changed(snapshot: &Snapshot, change: impl FnOnce(&mut GpuView)) -> Snapshot {
     let mut new = snapshot.clone();
     new.generation += 1;
@@ -261,7 +261,7 @@ async fn busctl_gets_the_golden_devices_with_their_types() {
     assert_eq!(gpus, json!([[golden_gpu()]]));
 }
 
-/// A client that chooses the numbers and the order of bytes of its calls itself.
+/// A D-Bus client that chooses the serial numbers and the byte order of its calls itself.
 struct Caller {
     connection: zbus::Connection,
     heard: zbus::MessageStream,
@@ -295,7 +295,7 @@ impl Caller {
     }
 }
 
-/// Large answers are stored, separately for the two orders of bytes.
+/// The service keeps large answers for later calls, separately for little-endian and big-endian callers.
 #[tokio::test]
 async fn a_list_has_the_order_of_bytes_of_its_caller() {
     let service = Service::start(p40_board()).await;
@@ -380,7 +380,7 @@ async fn what_is_not_known_is_left_out() {
         "drained": ["b", false],
         "served": ["b", false],
         "healthy": ["b", false],
-        // A NUL in a string would make the bus close the connection, so it is replaced.
+        // A NUL in a string would make the bus close the connection, so the service replaces a NUL by U+FFFD.
         "reason": ["s", "GPU is lost\u{fffd}"],
         "pipe_directory": ["s", "/tmp/nvidia-mps/pipe"],
         "isolation": ["s", "gpu"],
@@ -388,7 +388,7 @@ async fn what_is_not_known_is_left_out() {
     });
     assert_eq!(devices, json!([[expected]]));
 
-    // The output has every key that the schemas require.
+    // The JSON of yunion-mpsctl has every key that the schemas require.
     for (schema, arguments) in
         [("list", vec!["list", "--json"]), ("list-gpus", vec!["list", "--gpus", "--json"])]
     {
@@ -483,7 +483,7 @@ async fn before_the_first_plan_nothing_is_claimed() {
     }
     assert_eq!(busctl(&service.bus, "ListControlDaemons", &[]).await.1, json!([[]]));
 
-    // A plan without GPUs is known, so the answer is an empty list and no error.
+    // The service knows that it serves no GPUs, so `ListDevices` answers with an empty list and not with an error.
     service.publish(Snapshot { gpus: Some(Vec::new()), generation: 1, ..starting() }).await;
     assert_eq!(busctl(&service.bus, "ListDevices", &[]).await.1, json!([[]]));
 }
@@ -609,8 +609,8 @@ async fn requests_reach_the_daemon_and_its_answers_come_back() {
         }
     }
 
-    // The first request is dropped without an answer. After the first request the receiver is dropped, so no more requests
-    // are taken.
+    // The test drops the first request without an answer. After the first request the test drops the receiver, so no more
+    // requests are received.
     let drops = async { drop(requests.recv().await) };
     let mut reload = gdbus(bus, "Control.Reload", &[]);
     let complaint = tokio::join!(complained(&mut reload), drops).0;
@@ -732,13 +732,14 @@ async fn changes_are_told_once_and_nothing_else_is() {
     let fault = json!([MANAGER, "io.yunion.Mps1.Manager", "ClientFault", body]);
     assert_eq!(monitor.until("ClientFault").await, [fault]);
 
-    // The properties have the values that the signals have reported.
+    // The properties of the slice have the values that the signals have reported.
     let properties = ["org.freedesktop.DBus.Properties", "GetAll", "s", "io.yunion.Mps1.Device"];
     let (_, all) = busctl_at(&service.bus, SLICE, properties[0], properties[1], &properties[2..]).await;
     assert_eq!(all[0]["Healthy"], json!(["b", false]));
 }
 
-/// Clients and their memory change all the time. No signal reports such changes, and each caller gets the present values.
+/// Clients and their memory change all the time. No signal reports a change of clients or of their memory, and each caller
+/// gets the present values.
 #[tokio::test]
 async fn overuse_is_told_and_use_is_not() {
     let used = |clients, overuse: &str| {
@@ -790,7 +791,8 @@ async fn introspection_equals_the_documented_interfaces() {
     }
 }
 
-/// Every member of an interface, a line each: arguments with names, types and directions; access and annotations.
+/// Every member of a D-Bus interface as a line, with the names, types and directions of its arguments, its access and its
+/// annotations.
 async fn members(interface: &str, xml: &str) -> Vec<String> {
     let program = r#"
 import sys, xml.etree.ElementTree as tree
@@ -876,14 +878,14 @@ async fn members_may_read_and_only_root_may_control() {
     }
     assert!(service.requests.try_recv().is_err(), "the call has reached the daemon");
 
-    // Whatever a user who may not read asks, the error says which group may read.
+    // If a user is not allowed to read, the error of every command says which group may read.
     for command in ["list", "status", "events"] {
         let mut ctl = service.bus.command_as_stranger(mpsctl());
         let complaint = complained(ctl.arg(command)).await;
         assert!(complaint.contains("join the group with `sudo usermod -aG yunion-mps $USER`"), "{complaint}");
     }
 
-    // The policy also refuses a call that names no interface.
+    // The bus policy also refuses a call that names no interface.
     let mut bare = service.bus.command_as_member("/usr/bin/python3");
     let program = "import dbus\n\
         message = dbus.lowlevel.MethodCallMessage('io.yunion.Mps1', '/io/yunion/Mps1/Manager', None, 'Reload')\n\
@@ -892,7 +894,8 @@ async fn members_may_read_and_only_root_may_control() {
     assert!(complaint.contains("org.freedesktop.DBus.Error.AccessDenied"), "{complaint}");
     assert!(service.requests.try_recv().is_err(), "the call has reached the daemon");
 
-    // Only root may own the name. On this bus the name is taken, so the test asks for it on a bus where it is free.
+    // Only root may own the service's bus name. On the bus of the service the name is taken, so the test requests the name on
+    // another bus, where it is free.
     let empty = PrivateBus::start();
     let mut own = empty.command_as_member("gdbus");
     own.args([
@@ -908,7 +911,7 @@ async fn members_may_read_and_only_root_may_control() {
     assert!(complaint.contains("org.freedesktop.DBus.Error.AccessDenied"), "{complaint}");
 }
 
-/// The file for sites that want every local user to read.
+/// The policy file for sites that want every local user to read the state of the service.
 #[tokio::test]
 async fn a_site_may_let_everybody_read() {
     if !root_or_skip("a_site_may_let_everybody_read") {
@@ -928,7 +931,8 @@ async fn a_site_may_let_everybody_read() {
     assert!(complaint.contains("Rejected send message"), "{complaint}");
 }
 
-/// The bus policy refuses such calls, and the service refuses them too, since an administrator's policy may allow everything.
+/// The bus policy refuses control calls of users other than root, and the service refuses such calls too, since an
+/// administrator's policy may allow everything.
 #[tokio::test]
 async fn control_is_roots_whatever_the_policy_says() {
     if !root_or_skip("control_is_roots_whatever_the_policy_says") {
@@ -958,8 +962,8 @@ async fn control_is_roots_whatever_the_policy_says() {
     assert!(service.requests.try_recv().is_err(), "a call has reached the daemon");
 }
 
-/// If a member of the group may not end GPU work, the service refuses the call without asking the daemon. If members may, at
-/// most eight of their calls wait at a time, and a call of root is the next one.
+/// If members of the group yunion-mps may not end GPU work, the D-Bus part refuses their calls at once. If members may end
+/// GPU work, at most eight of their calls are handled at a time, a further call is refused, and calls of root do not count.
 #[tokio::test]
 async fn terminations_of_members_hold_up_nobody() {
     if !root_or_skip("terminations_of_members_hold_up_nobody") {
@@ -990,7 +994,7 @@ async fn terminations_of_members_hold_up_nobody() {
     let _root = terminate(&service, false).spawn().unwrap();
     let asked = timeout(DEADLINE, service.requests.recv()).await.unwrap().unwrap();
     assert!(matches!(asked, Request::Terminate(7, None, _)), "{asked:?}");
-    // The answer to one request makes room for the next.
+    // The answer to a member's request lets the next request of a member be handled.
     let (_member, Request::Terminate(.., reply)) = waiting.pop().unwrap() else { unreachable!() };
     reply.send(Ok(())).unwrap();
     let _next = terminate(&service, true).spawn().unwrap();
@@ -1042,11 +1046,12 @@ async fn a_name_that_is_taken_is_an_error_and_stays_with_its_owner() {
 #[tokio::test]
 async fn a_bus_that_goes_away_is_noticed() {
     let mut service = Service::start(p40_board()).await;
-    // The connection to a running bus is not reported as closed.
+    // While the bus runs, `closed` does not report the connection as closed.
     assert!(timeout(Duration::from_millis(1), service.served.closed()).await.is_err());
     service.bus.stop();
     timeout(DEADLINE, service.served.closed()).await.expect("nobody noticed");
-    // After the end of the bus there is no reader. Publishing and signals must not fail.
+    // After the end of the bus no program reads the published state. Publishing a state and sending a signal must not fail
+    // then.
     service.publish(changed(&p40_board(), |gpu| gpu.healthy = false)).await;
     service.served.client_fault(P40, &[], "").await;
     let mut late = service.bus.command("busctl");

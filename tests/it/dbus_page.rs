@@ -1,4 +1,5 @@
-//! docs/dbus.md: its reference is what the XML files say, its errors are the errors of the service, and its examples run.
+//! The page docs/dbus.md: the reference in the page agrees with the XML files, the errors in it are the errors of the
+//! service, and its examples run.
 
 use std::fs::{self, File};
 use std::path::{Path, PathBuf};
@@ -17,7 +18,7 @@ fn page() -> String {
     fs::read_to_string(source("docs/dbus.md")).unwrap()
 }
 
-/// The texts of the fenced blocks in one language.
+/// The texts of the fenced code blocks of a page in one language.
 fn blocks(page: &str, language: &str) -> Vec<String> {
     let fence = format!("```{language}\n");
     page.split(&fence).skip(1).map(|rest| rest.split_once("```").unwrap().0.to_owned()).collect()
@@ -43,7 +44,7 @@ fn page_and_schemas_are_what_the_interfaces_make_of_them() {
     }
 }
 
-/// The errors of the service, from its source: every one is explained, and no other.
+/// The page docs/dbus.md explains every D-Bus error in the source of the service, and no other error.
 #[test]
 fn every_error_is_explained() {
     const PREFIX: &str = "io.yunion.Mps1.Error.";
@@ -65,7 +66,7 @@ fn every_error_is_explained() {
     assert_eq!(names(table), names(map));
 }
 
-/// The interfaces that the bus allows all users to call, and the one for root.
+/// The page names the interfaces that the bus policy lets its readers call, and the interface that only root may call.
 #[test]
 fn who_may_call_is_what_the_policy_says() {
     let policy = fs::read_to_string(source("config/io.yunion.Mps1.conf")).unwrap();
@@ -136,7 +137,7 @@ fn the_example_in_go_runs() {
     let page = page();
     let [program] = <[String; 1]>::try_from(blocks(&page, "go")).unwrap();
     fs::write(host.path("main.go"), program).unwrap();
-    // Debian's package has version 5 of godbus, in a directory without the version's number.
+    // Debian's package has version 5 of godbus in a directory without `v5` in its name.
     let godbus = host.path("go/src/github.com/godbus/dbus");
     fs::create_dir_all(&godbus).unwrap();
     std::os::unix::fs::symlink("/usr/share/gocode/src/github.com/godbus/dbus", godbus.join("v5")).unwrap();

@@ -1,4 +1,5 @@
-//! yunion-mpsctl doctor: faults of a host, each found by its name and with nothing that doesn't follow from it.
+//! Tests of `yunion-mpsctl doctor`: it reports each fault of a host by the name of the finding, with no finding that does not
+//! follow from the fault.
 
 use std::collections::HashMap;
 use std::fs::{self, File};
@@ -21,7 +22,7 @@ use crate::support::wait::{DEADLINE, wait_for};
 const RENDER: &str = "path: /dev/dri/renderD128";
 const UUID: &str = "GPU-168acfc9-c926-5401-354d-2910ddcd391b";
 
-/// A host with everything installed, and what was planted on it.
+/// A host on which the package is installed, and the processes and mounts that a test has added to plant faults.
 struct Scene {
     host: Host,
     children: Vec<Child>,
@@ -37,7 +38,7 @@ enum When {
     Before,
     /// The service serves everything.
     Serving,
-    /// The test starts the service itself while it plants the fault.
+    /// The function that plants the fault starts the service itself.
     ByItself,
 }
 
@@ -64,7 +65,8 @@ impl Scene {
         fs::set_permissions(self.host.path(below), PermissionsExt::from_mode(mode)).unwrap();
     }
 
-    /// Starts a program of the host with this pipe directory. The program runs until the end of the scene.
+    /// Starts a program of the simulated host with this pipe directory in its environment. The started program runs until the
+    /// end of the test's scene.
     fn start(&mut self, program: &[&str], pipe: &str) -> u32 {
         let mut command = self.host.command(program[0]);
         command.args(&program[1..]).env("CUDA_MPS_PIPE_DIRECTORY", self.host.path(pipe));
@@ -82,20 +84,20 @@ impl Scene {
         wait_for("the client", || self.host.front_end(&pipe, "ps").contains(&pid).then_some(()));
     }
 
-    /// A file that hangs when it is opened, as on a network file system without its server.
+    /// Makes a file whose opening hangs, like a file on a network file system whose server does not answer.
     fn hang(&self, path: &str) {
         let file = self.host.file(path);
         fs::create_dir_all(file.parent().unwrap()).unwrap();
         assert!(self.host.command("mkfifo").arg(file).status().unwrap().success());
     }
 
-    /// A program that computes without MPS.
+    /// Starts a program that computes on the GPU without MPS.
     fn native(&mut self) {
         let pid = self.start(&["sleep", "600"], "mps/pipe");
         self.host.plant(&format!("gpus/0/processes/{pid}"), &format!("compute 519 {}", start_time(pid)));
     }
 
-    /// A control daemon that the service has not started.
+    /// Starts a control daemon that is not the service's.
     fn foreign(&mut self, pipe: &str) {
         let directory = self.host.path(pipe);
         fs::create_dir_all(&directory).unwrap();
@@ -107,7 +109,7 @@ impl Scene {
         answer("start_server -uid 0");
     }
 
-    /// The findings, in the order of the output.
+    /// The findings of `yunion-mpsctl doctor`, in the order of its output.
     fn findings(&self) -> Vec<Value> {
         let root = self.host.path("sysroot").display().to_string();
         let output = self.host.mpsctl(&["doctor", "--json", "--sysroot", &root]);
@@ -129,7 +131,7 @@ impl Scene {
         findings
     }
 
-    /// Waits until these are the names of the findings, each once.
+    /// Waits until doctor reports exactly the findings with these names, each once.
     fn finds(&self, expected: &[&str]) {
         let mut expected = expected.to_vec();
         expected.sort_unstable();
@@ -176,7 +178,8 @@ fn planted(board: &str, when: When, plant: fn(&mut Scene), expected: &[&str]) {
     scene.finds(expected);
 }
 
-/// Makes one test per fault from the test's name, the board, when and how the fault is made, and what `doctor` finds.
+/// Makes one test for each fault, from the test's name, the board, the time at which the fault is planted, the function that
+/// plants it, and the names of the findings of `doctor`.
 macro_rules! faults {
     ($($name:ident: $board:literal, $when:ident, $plant:expr => [$($expected:literal),*];)*) => {
         $(
@@ -188,7 +191,8 @@ macro_rules! faults {
     };
 }
 
-/// A GPU that is not served is an error, for any reason. The reason has the remedy.
+/// A GPU that is not served is an error of doctor, no matter why it is not served. The reason in the finding says how to mend
+/// the fault.
 #[test]
 fn a_compute_mode_that_cannot_be_set_is_an_error() {
     for (fault, text) in [("gpus/0/error/nvmlDeviceSetComputeMode", "3"), ("gpus/0/no-permission", "")] {
@@ -206,7 +210,7 @@ fn a_compute_mode_that_cannot_be_set_is_an_error() {
     }
 }
 
-/// Tests of doctor's findings like those of the macro above, for obstacles that only root can plant.
+/// Makes tests of doctor's findings like those of the macro `faults`, for faults that only root can plant.
 macro_rules! faults_for_root {
     ($($name:ident: $board:literal, $when:ident, $plant:expr => [$($expected:literal),*];)*) => {
         $(
@@ -466,7 +470,8 @@ faults_for_root! {
 
 const TMP: &str = "q /tmp 1777 root root 10d\n";
 
-/// From driver 580 on, the program of the control daemon prints its version of CUDA.
+/// From driver 580 on, `nvidia-cuda-mps-control -v` prints the CUDA version of the program. The script prints another version
+/// than the driver's.
 fn other_cuda(scene: &mut Scene) {
     let program = scene.host.path("bin/nvidia-cuda-mps-control");
     let simulated = fs::read_link(&program).unwrap();
@@ -478,7 +483,7 @@ fn other_cuda(scene: &mut Scene) {
     scene.chmod("bin/nvidia-cuda-mps-control", 0o755);
 }
 
-/// Only the keys of this service, as on a host without the platform.
+/// Leaves only the keys of this service in host.conf, as on a host without the Yunion platform.
 fn without_the_platforms_keys(scene: &mut Scene) {
     let file = "/etc/yunion/host.conf";
     let text = fs::read_to_string(scene.host.file(file)).unwrap();
@@ -492,8 +497,8 @@ fn without_the_platforms_keys(scene: &mut Scene) {
     scene.write(file, &(ours.join("\n") + "\n"));
 }
 
-/// The text for people.
-/// With a configuration that can't be read most checks can't be made. The mistake must not scroll away for them.
+/// The text for people. With a configuration that can't be read, doctor can't make most of its checks. The list of these
+/// checks must not scroll the mistake in the configuration off the screen.
 #[test]
 fn a_broken_configuration_is_one_screen() {
     let scene = Scene::new("h200");
@@ -516,7 +521,7 @@ fn a_healthy_host_is_told_so() {
     let said = text(&output);
     assert_eq!(output.status.code(), Some(0), "{said}");
     assert!(said.starts_with("Nothing wrong: ") && said.contains(" checks made.\n"), "{said}");
-    // The private bus has no systemd, which is no finding.
+    // The private bus of the test has no systemd, and doctor does not report that as a finding.
     let hint = " could not be made; yunion-mpsctl doctor -v names these checks and the reasons.\n";
     assert!(said.ends_with(hint) && !said.contains("systemd can't be asked"), "{said}");
     let more = text(&scene.host.mpsctl(&["doctor", "-v", "--sysroot", &root]));
@@ -538,7 +543,8 @@ fn a_healthy_host_is_told_so() {
     assert_eq!(scene.host.stop().code(), Some(0));
 }
 
-/// A setting that today's agent does not survive is a warning, and no remedy leads to such a setting.
+/// Doctor warns of a setting that the platform's present host agent can't handle, and proposes no remedy that leads to such a
+/// setting.
 #[test]
 fn no_remedy_sends_an_administrator_round_in_a_circle() {
     let scene = Scene::new("h200x8");
@@ -566,7 +572,7 @@ fn no_remedy_sends_an_administrator_round_in_a_circle() {
     );
 }
 
-/// A program without a slice can open a GPU whose slices have control daemons of their own, and gets all of the GPU.
+/// A program without a slice can open a GPU each of whose slices has its own control daemon, and gets the whole GPU.
 #[test]
 fn what_a_program_without_slice_gets_goes_by_the_isolation() {
     let mut scene = Scene::new("h200x8");
@@ -603,8 +609,8 @@ fn the_runtime_directory_of_another_unit_is_not_the_services() {
     scene.finds(&["service-not-running"]);
 }
 
-/// Root types the remedies, and a process can choose its own name and environment. So a remedy must not contain text that
-/// acts as a command.
+/// Root types the commands that doctor proposes as remedies, and a process can choose its own name and environment. So a
+/// remedy must not contain text that acts as a command.
 #[test]
 fn a_remedy_does_not_let_others_type() {
     let mut scene = Scene::new("h200");
@@ -617,7 +623,7 @@ fn a_remedy_does_not_let_others_type() {
     assert!(remedy.contains(&format!("CUDA_MPS_PIPE_DIRECTORY='{pipe}' ")), "{remedy}");
 }
 
-/// A file that only root can read is no finding for other users.
+/// A file that only root can read causes no finding if another user runs doctor.
 #[test]
 fn what_is_for_root_is_not_judged() {
     if !root_or_skip("what_is_for_root_is_not_judged") {
@@ -639,8 +645,8 @@ fn what_is_for_root_is_not_judged() {
     let said = doctor();
     assert!(!said.contains("state-file-damaged"), "{said}");
     assert!(said.contains("Not checked, since only root can read"), "{said}");
-    // The user can't read where the foreign control daemon listens. No command must guess that, since it could end another
-    // control daemon.
+    // A user other than root can't read where the foreign control daemon listens. The remedy must not guess the pipe
+    // directory of that control daemon, since a command with a wrong pipe directory could end another control daemon.
     if said.contains("foreign-control-daemon") {
         assert!(said.contains("doctor as root") && !said.contains("echo quit"), "{said}");
     }
@@ -649,7 +655,7 @@ fn what_is_for_root_is_not_judged() {
     assert!(!said.contains("configuration-wrong"), "{said}");
 }
 
-/// The check compares the published limits with the confirmed limits.
+/// Doctor compares the published limits with the limits that the control daemon has confirmed.
 #[tokio::test]
 async fn limits_that_are_not_in_force() {
     let mut snapshot = p40_board();
@@ -668,7 +674,7 @@ async fn limits_that_are_not_in_force() {
     );
 }
 
-/// An answer of systemd about the unit, at the place where systemd answers.
+/// A systemd on the private bus that answers questions about the service's unit, at the D-Bus name and path of systemd.
 struct Systemd;
 
 #[interface(name = "org.freedesktop.systemd1.Manager")]
@@ -725,7 +731,7 @@ impl UnitOfService {
     }
 }
 
-/// A unit that has failed, and that does not start at boot.
+/// Doctor finds that the service's unit has failed, and that the unit does not start at boot.
 #[tokio::test]
 async fn the_unit_is_asked_about() {
     let scene = Scene::new("h200");

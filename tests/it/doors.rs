@@ -1,5 +1,5 @@
-//! Changes that need a new control daemon happen while programs start one after another: no program gets error 805 or begins
-//! without MPS, however late front ends are.
+//! Changes that need a new control daemon happen while programs start one after another: no program gets CUDA error 805 or
+//! begins without MPS, however slow the front ends of the control daemons are.
 
 use std::collections::BTreeMap;
 use std::fs;
@@ -11,11 +11,11 @@ use std::time::Duration;
 use crate::support::host::{Host, control_daemon, control_pid, text};
 use crate::support::wait::wait_for;
 
-/// The times between two programs, in milliseconds. Some are just long enough for a change. The longest is long enough on a busy
-/// machine, on which each front end is slow.
+/// The pauses between two programs, in milliseconds. Some pauses are just long enough for a replacement of the control
+/// daemon. The longest pause is long enough for a replacement on a busy machine, on which each front end is slow.
 const PAUSES: [u64; 8] = [250, 2200, 250, 2400, 250, 2800, 250, 6000];
 
-/// Each front end is late by up to 0.4 s, as on a busy host.
+/// Delays each front end of a control daemon by up to 0.4 s, as on a busy host.
 fn delay_front_ends(host: &mut Host) {
     let (real, wrapper) = (host.path("bin"), host.path("wrapper"));
     fs::create_dir(&wrapper).unwrap();
@@ -29,7 +29,7 @@ fn delay_front_ends(host: &mut Host) {
     host.prefer(&wrapper);
 }
 
-/// The outcome of a program of a slice with 32 of 132 multiprocessors.
+/// The outcome of a CUDA program, from its output, for a slice with 32 of 132 multiprocessors.
 fn outcome(said: &str) -> &'static str {
     match said {
         _ if said.contains(" sms 32 ") => "served",
@@ -40,7 +40,8 @@ fn outcome(said: &str) -> &'static str {
     }
 }
 
-/// Sets the flag when it is dropped, and prints the service's log if a change has failed.
+/// A guard that sets its flag when it is dropped, which ends the loop of the programs, and prints the service's log if the
+/// test has failed.
 struct Over<'a>(&'a AtomicBool, &'a Host);
 
 impl Drop for Over<'_> {
@@ -52,15 +53,15 @@ impl Drop for Over<'_> {
     }
 }
 
-/// Makes changes that need a new control daemon, while programs start one after another. Returns how many programs had each
-/// outcome.
+/// Makes configuration changes that need a new control daemon, while programs start one after another. Returns how many
+/// programs had each outcome.
 fn changes_among_programs(changes: usize) -> BTreeMap<&'static str, usize> {
     let mut host = Host::new("h200");
     delay_front_ends(&mut host);
     host.start();
     host.wait_for_state("ready");
     let slice = host.list()[1]["addr"].as_str().unwrap().to_owned();
-    // The programs use the environment that their container got at its start, whatever changes later.
+    // The programs use the environment that their container got at its start, whatever changes in the configuration later.
     let environment = host.environment_of(&slice);
     let is_over = AtomicBool::new(false);
     let mut outcomes = BTreeMap::new();
@@ -78,7 +79,7 @@ fn changes_among_programs(changes: usize) -> BTreeMap<&'static str, usize> {
             }
             outcomes
         });
-        // If a change fails, dropping this value ends the loop of the programs too.
+        // If a change fails, dropping `over` also ends the loop that starts the programs.
         let over = Over(&is_over, &host);
         let mut before = host.wait_for_state("ready");
         for number in 0..changes {
@@ -116,7 +117,7 @@ fn no_program_is_lost_to_a_change() {
 mod soak {
     use super::*;
 
-    /// The hosts that make their changes side by side.
+    /// The number of simulated hosts whose control daemons are replaced at the same time.
     const HOSTS: usize = 10;
 
     #[test]

@@ -1,4 +1,4 @@
-//! `yunion-mpsctl drain` and `undrain`: slices, a GPU or the host out of use for new clients.
+//! `yunion-mpsctl drain` and `undrain`: slices, a GPU or the whole host take no new clients.
 
 use std::fs;
 use std::io::{BufRead, BufReader, Lines};
@@ -12,7 +12,7 @@ use crate::support::client::Client;
 use crate::support::host::{Host, binaries, control_daemon, control_pid, signal_pid, text};
 use crate::support::skip::root_or_skip;
 
-/// A host that serves and keeps a CDI spec.
+/// Starts a host whose service serves the GPUs and writes a CDI spec.
 fn serving(board: &str) -> Host {
     let mut host = Host::new(board);
     host.configure(&format!("cuda_mps_cdi_directory: {}", host.path("run/cdi").display()));
@@ -21,7 +21,7 @@ fn serving(board: &str) -> Host {
     host
 }
 
-/// The slices in the CDI spec.
+/// The names of the slices in the CDI spec that the service has written.
 fn in_spec(host: &Host) -> Vec<String> {
     let spec = fs::read_to_string(host.path("run/cdi/yunion.io-mps.json")).unwrap();
     let spec: Value = serde_json::from_str(&spec).unwrap();
@@ -39,7 +39,7 @@ fn drained(host: &Host) -> Vec<String> {
     names(&host.list(), |device| device["drained"] == true)
 }
 
-/// Runs a command, which has to succeed.
+/// Runs yunion-mpsctl, which has to succeed, and returns its output.
 fn done(host: &Host, arguments: &[&str]) -> String {
     let output = host.mpsctl(arguments);
     assert!(output.status.success(), "{arguments:?}: {}", text(&output));
@@ -50,7 +50,7 @@ fn refused(output: &Output, reason: &str) {
     assert!(output.status.code() == Some(1) && text(output).contains(reason), "{}", text(output));
 }
 
-/// Fails unless exactly this slice is drained, in all outputs.
+/// Fails unless every output of yunion-mpsctl shows this slice, and no other slice, as drained.
 fn assert_only_drained(host: &Host, name: &str) {
     let listed = host.list();
     assert_eq!(names(&listed, |device| device["drained"] == true), [name]);
@@ -58,7 +58,7 @@ fn assert_only_drained(host: &Host, name: &str) {
     let device = listed.iter().find(|device| device["addr"] == name).unwrap();
     let reason = format!("drained for new clients; yunion-mpsctl undrain {name} ends the drain");
     assert!(device["reason"].as_str().unwrap().starts_with(&reason), "{device:#}");
-    // The CDI spec tells the slice's hook to refuse containers.
+    // The CDI spec still has the drained slice, whose hook refuses containers.
     assert_eq!(in_spec(host), names(&listed, |_| true));
     let status = host.json(&["status"]).unwrap();
     assert_eq!(
@@ -119,7 +119,7 @@ fn a_drained_slice_is_given_to_nobody_until_it_is_taken_back() {
     done(&host, &["drain", "00:06.0-1"]);
     assert_eq!(host.events(), before);
 
-    // The drain outlasts a kill, a stop and a reload of the service.
+    // A slice stays drained over a kill, a stop and a reload of the service.
     for how in ["kill", "stop", "reload"] {
         match how {
             "kill" => {
@@ -139,7 +139,7 @@ fn a_drained_slice_is_given_to_nobody_until_it_is_taken_back() {
         assert_only_drained(&host, "00:06.0-1");
     }
 
-    // If one of the names does not exist, the command changes no slice.
+    // If one of the named slices does not exist, `drain` and `undrain` change no slice.
     for command in ["drain", "undrain"] {
         refused(
             &host.mpsctl(&[command, "00:06.0-1", "00:06.0-0", "00:09.0"]),
@@ -183,7 +183,7 @@ fn a_gpu_is_drained_with_all_its_slices_and_a_host_with_all_its_gpus() {
     // Undraining a slice leaves the other slices of its GPU drained.
     done(&host, &["undrain", &format!("{first}-1")]);
     assert_eq!(drained(&host).len(), all.len() - 1);
-    // The commands that choose a slice themselves skip drained slices.
+    // Commands that choose a slice themselves, such as `probe` without a name, skip drained slices.
     let probed = text(&host.mpsctl(&["probe", "--json"]));
     assert!(probed.contains(&format!("\"{first}-1\"")) && probed.contains("drained"), "{probed}");
     assert!(!probed.contains("name the slice to probe it"), "{probed}");
@@ -234,7 +234,7 @@ fn only_root_may_drain() {
     assert!(drained(&host).is_empty());
 }
 
-/// A command that waits, and the lines that it prints.
+/// A yunion-mpsctl command that waits for the end of clients, and the lines that it prints.
 struct Waiting {
     command: Client,
     lines: Lines<BufReader<ChildStdout>>,
@@ -252,7 +252,7 @@ impl Waiting {
         self.lines.next().unwrap().unwrap()
     }
 
-    /// The exit status at the end of its output, and the lines until then.
+    /// Waits for the end of the command, and returns its exit status and its remaining lines.
     fn ended(mut self) -> (Option<i32>, Vec<String>) {
         let lines = self.lines.map(Result::unwrap).collect();
         (self.command.wait().unwrap().code(), lines)
@@ -301,8 +301,8 @@ fn the_waiting_ends_with_the_last_client_of_a_slice() {
     assert_eq!(drained(&host), ["00:06.0-1"]);
 }
 
-/// A wait for the whole host goes on while the service is upgraded, and a service that is starting does not count as one without
-/// clients.
+/// A wait for the whole host goes on while the service is upgraded, and the wait does not take a service that is still
+/// starting for a service without clients.
 #[test]
 fn the_waiting_goes_on_over_a_restart_of_the_service() {
     let mut host = Host::serving("h200");
@@ -343,7 +343,7 @@ fn ctrl_c_ends_the_waiting_and_not_the_drain() {
     }
 }
 
-/// The status is 0 only if no client is left, even if the output has no reader.
+/// The exit status of the waiting command is 0 only if no client is left, even if no process reads the output of the command.
 #[test]
 fn a_reader_that_leaves_does_not_make_the_waiting_a_success() {
     let host = Host::serving("h200");
@@ -356,7 +356,7 @@ fn a_reader_that_leaves_does_not_make_the_waiting_a_success() {
     assert_eq!(drained(&host).len(), 4);
 }
 
-/// On a terminal the present clients take the place of the earlier clients.
+/// On a terminal the waiting command overwrites the table of clients with the clients that are left.
 #[test]
 fn a_terminal_shows_who_is_left() {
     let host = Host::serving("h200");
@@ -377,7 +377,8 @@ fn a_terminal_shows_who_is_left() {
     assert!(row.contains("  00:06.0-1  "), "{row}");
     client.end();
     let last = lines.last().unwrap();
-    // The cursor goes up three lines, over the sentence and the two lines of the table, and overwrites only these.
+    // The cursor goes up three lines, over the sentence and the two lines of the table, and overwrites only these three
+    // lines.
     assert!(
         last.starts_with("\u{1b}[3A\u{1b}[J") && last.trim_end().ends_with("No client is left."),
         "{last:?}"
@@ -395,13 +396,13 @@ fn lead(directories: &[PathBuf]) -> Vec<bool> {
     directories.iter().map(|directory| directory.join("control").exists()).collect()
 }
 
-/// The exit status of a program that was given this slice before.
+/// The exit status of a CUDA program with this environment, which it got before its slice was drained.
 fn status_of(host: &Host, environment: &[(String, String)]) -> Option<i32> {
     let mut program = host.command("cuda-client");
     program.arg("props").envs(environment.iter().cloned()).output().unwrap().status.code()
 }
 
-/// Drain and undrain while the control daemon does not answer, before the service has noticed that.
+/// Slices are drained and undrained while their control daemon does not answer.
 #[test]
 fn drain_and_undrain_hold_while_the_control_daemon_is_silent() {
     let mut host = Host::serving("h200");
@@ -419,8 +420,8 @@ fn drain_and_undrain_hold_while_the_control_daemon_is_silent() {
     assert_eq!(host.stop().code(), Some(0));
 }
 
-/// A control daemon that ends once it has no clients takes no further clients, since otherwise it might never end. If it should
-/// serve again, it takes clients again.
+/// A control daemon that the service will end once it has no clients takes no new clients, since otherwise it might never
+/// end. If the service needs the control daemon again after all, the control daemon takes clients again.
 #[test]
 fn a_control_daemon_that_retires_takes_no_new_client() {
     let mut host = Host::serving("h200");
@@ -439,7 +440,8 @@ fn a_control_daemon_that_retires_takes_no_new_client() {
         assert_eq!(lead(&directories), [false; 4]);
         assert!(names(&host.list(), |device| device["healthy"] == true).is_empty());
 
-        // A service that starts meanwhile leaves the links closed, too.
+        // A service that starts while the control daemon waits for its clients does not make the links of the slices again,
+        // either.
         host.signal(Signal::KILL);
         host.ended();
         host.start();
@@ -462,7 +464,8 @@ fn a_control_daemon_that_retires_takes_no_new_client() {
     assert_eq!(host.stop().code(), Some(0));
 }
 
-/// Without a driver there is no plan, and a control daemon that an earlier service has left has no supervisor.
+/// Without a driver the service has no plan of control daemons, and does not supervise a control daemon that an earlier
+/// service has left.
 #[test]
 fn a_drain_holds_for_a_control_daemon_that_nobody_looks_after() {
     let mut host = Host::serving("h200");

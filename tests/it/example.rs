@@ -1,4 +1,4 @@
-//! The program in docs/ that shows how to read the bus.
+//! The example program in docs/ that shows how a program reads the service's state from D-Bus.
 
 use std::fs::{self, File};
 
@@ -28,7 +28,7 @@ fn the_example_prints_the_devices_and_what_becomes_of_them() {
     let mut first = example(&host);
     complains_of("The name io.yunion.Mps1 was not provided");
     host.start();
-    // The example prints an empty line after each list.
+    // The example program prints an empty line after each list of slices.
     let last = || {
         let shown = fs::read_to_string(&shown).unwrap();
         let whole = shown.strip_suffix("\n\n")?;
@@ -47,7 +47,7 @@ fn the_example_prints_the_devices_and_what_becomes_of_them() {
     first.kill().unwrap();
     first.wait().unwrap();
 
-    // The example asks again if the service does not answer.
+    // The example program asks again if the service does not answer.
     host.signal(Signal::STOP);
     let mut second = example(&host);
     complains_of("Did not receive a reply");

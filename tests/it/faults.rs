@@ -1,4 +1,4 @@
-//! Accidents on a host while clients compute, at random times: the daemon heals them by itself, and says so.
+//! Faults on a host while clients compute: the service repairs the host by itself, and reports each fault.
 
 use std::collections::BTreeMap;
 use std::fs::{self, File};
@@ -57,19 +57,19 @@ in_both_topologies! {
     the_name_of_a_process_makes_no_line_of_the_log,
 }
 
-/// Starts a client, and checks that it is served and ends without an error.
+/// Starts a client, and checks that the client is served and ends without an error.
 fn a_client_is_served(host: &Host) {
     Bystander::start(host, &host.pipe(), Duration::from_millis(200)).wait();
 }
 
-/// The PID of the only server.
+/// The PID of the only MPS server of the control daemon in a status.
 fn server(status: &Value) -> u32 {
     let servers = control_daemon(status)["servers"].as_array().unwrap();
     assert_eq!(servers.len(), 1, "{status:#}");
     u32::try_from(servers[0].as_u64().unwrap()).unwrap()
 }
 
-/// The PID of the first server, or None if no server runs now.
+/// The PID of the first MPS server of the control daemon in a status, or None if it has no server.
 fn some_server(status: &Value) -> Option<u32> {
     u32::try_from(control_daemon(status)["servers"].as_array()?.first()?.as_u64()?).ok()
 }
@@ -78,7 +78,8 @@ fn stopped(pid: u32) -> bool {
     process_state(pid) == Some('T')
 }
 
-/// Waits until the service is ready. Each list of slices until then must have this number of slices.
+/// Waits until the service is ready. Each list of slices that the service gives before it is ready must have this number of
+/// slices.
 fn recovered(host: &Host, devices: usize) -> Value {
     wait_for("the service's recovery", || {
         let listed = host.json(&["list"])?;
@@ -87,12 +88,13 @@ fn recovered(host: &Host, devices: usize) -> Value {
     })
 }
 
-/// Waits for words in the log after a reload, which makes the service check at once what it checks every half minute.
+/// Waits for words in the service's log. The caller has reloaded the service before, which makes the service check its
+/// control daemons at once.
 fn waits_for_log(host: &Host, words: &str) {
     wait_for(words, || host.log().contains(words).then_some(()));
 }
 
-/// Waits until the state file says that the control daemon's log was read beyond this place.
+/// Waits until the state file says that the service has read the control daemon's log beyond this offset.
 fn read_up_to(host: &Host, place: usize) {
     wait_for("the state file to follow", || {
         let state_file = fs::read(host.path("run/state.json")).unwrap_or_default();
@@ -113,8 +115,9 @@ fn restart(host: &mut Host) {
     host.start();
 }
 
-/// A control daemon or a server that a signal has stopped serves no client; it is continued, its clients notice nothing, and
-/// changes from meanwhile are in force. A client that its owner has stopped does not disturb other clients.
+/// A control daemon or a server that was stopped by SIGSTOP serves no client. The service continues the process, its clients
+/// notice nothing, and configuration changes that were made during the stop come into force. A client that was stopped by
+/// SIGSTOP does not disturb other clients.
 fn stopped_processes_are_continued(topology: Topology) {
     let mut host = Host::with_topology(topology, "h200");
     host.start();
@@ -158,7 +161,8 @@ fn stopped_processes_are_continued(topology: Topology) {
     paused.end();
 }
 
-/// A stopped server outlives its control daemon, and keeps the GPU from the next server until it is continued.
+/// A stopped server outlives its control daemon, and no other server can use the GPU until the service has continued the
+/// stopped server.
 fn a_stopped_server_is_continued_when_its_control_daemon_has_ended(topology: Topology) {
     let host = Host::serving_as(topology, "h200");
     let before = host.wait_for_state("ready");
@@ -173,8 +177,8 @@ fn a_stopped_server_is_continued_when_its_control_daemon_has_ended(topology: Top
     a_client_is_served(&host);
 }
 
-/// A server that dies as soon as it serves is started again after longer and longer pauses, the state says why, and it
-/// recovers once it lives.
+/// A server that dies soon after each start is started again after longer and longer pauses, the status gives the reason, and
+/// the service is ready again once a server stays alive.
 fn a_server_that_keeps_dying_is_not_started_in_a_loop(topology: Topology) {
     let mut host = Host::with_topology(topology, "h200");
     host.plant("mps/start-ms", "0");
@@ -188,7 +192,8 @@ fn a_server_that_keeps_dying_is_not_started_in_a_loop(topology: Topology) {
         log.matches("Starting new server").count()
     };
     let count = wait_for("five more servers", || Some(starts(&host)).filter(|count| *count >= 6));
-    // The test sums up only the pauses before the servers: none, 0.1, 0.2, 0.4 and 0.8 s.
+    // The starts of the servers must have taken longer than the sum of the pauses between them: none, 0.1, 0.2, 0.4 and 0.8
+    // s.
     let pauses: f64 = (0..count - 2).map(|n| 0.1 * f64::from(1 << n.min(8))).sum();
     assert!(begun.elapsed().as_secs_f64() > pauses, "{count} starts in {:?}", begun.elapsed());
     let status = host.wait_for_status("backoff", |status| control_daemon(status)["state"] == "backoff");
@@ -199,7 +204,7 @@ fn a_server_that_keeps_dying_is_not_started_in_a_loop(topology: Topology) {
         status["service"]["state_reason"].as_str().unwrap().contains(" is in backoff: ")
     });
     host.clear("mps/fault/server-dies-after-ms");
-    // The service may still show a server that was started before, and that is ending or has ended.
+    // The status may still show a server from before the fault was removed, which is ending or has ended.
     wait_for("a server that lives", || {
         let status = host.json(&["status"])?;
         (status["service"]["state"] == "ready" && alive(some_server(&status)?)).then_some(())
@@ -211,7 +216,8 @@ fn exit_code(mut client: Client) -> Option<i32> {
     wait_for("the client's end", || client.try_wait().unwrap()).code()
 }
 
-/// A fault that hits two clients: both end, and the signal names both and the GPU.
+/// Causes a fatal GPU error that hits two clients: both clients end, and the D-Bus signal `ClientFault` names both clients
+/// and the GPU.
 fn a_fault_of_two_clients_is_told(host: &Host, listener: &Listener) {
     let hit = [host.client(), host.client()];
     let pids = [hit[0].id(), hit[1].id()];
@@ -223,7 +229,8 @@ fn a_fault_of_two_clients_is_told(host: &Host, listener: &Listener) {
     assert!(told.contains("GPU-168acfc9-c926-5401-354d-2910ddcd391b"), "{told}");
 }
 
-/// A fatal GPU error after which all clients end: it is reported with every client that was hit, and is over without help.
+/// If all clients end after a fatal GPU error, the service reports the error with every client that was hit, and serves again
+/// without help.
 fn a_fault_is_told_and_heals_when_clients_leave(topology: Topology) {
     let host = Host::serving_as(topology, "h200");
     let before = host.wait_for_state("ready");
@@ -234,15 +241,16 @@ fn a_fault_is_told_and_heals_when_clients_leave(topology: Topology) {
         assert_eq!(server(&status), server(&before), "the server gets over it by itself");
         a_client_is_served(&host);
     }
-    // The lines of the server about the fault, of which there may be one for each client, are not logged as errors: the
-    // service logs one error for the fault.
+    // The service does not log each line of the MPS server about the fault as an error, since there may be a line for each
+    // client: the service logs one error for the fault.
     let log = host.log();
     let errors: Vec<&str> = log.lines().filter(|line| line.contains(" ERROR ")).collect();
     assert!(errors.iter().any(|line| line.contains("clients that were hit")), "{errors:#?}");
     assert!(!errors.iter().any(|line| line.contains(" mps: ")), "{errors:#?}");
 }
 
-/// The clients that were hit have ended before the log is read, and the messages name their owners nevertheless.
+/// The clients that a fault hit have ended before the service reads about the fault in the log, and its messages name the
+/// owners of these clients nevertheless.
 fn a_fault_names_the_owners_of_those_hit(topology: Topology) {
     let mut host = Host::with_topology(topology, "h200");
     host.configure("log_level: debug");
@@ -265,7 +273,7 @@ fn a_fault_names_the_owners_of_those_hit(topology: Topology) {
     assert!(log.contains(&format!("{owner}, command \"cuda-client\"")), "{log}");
 }
 
-/// A client that came before the service is named too.
+/// A message about a fault also names a client that was started before the service.
 fn a_fault_after_a_restart_names_the_owners_of_those_hit(topology: Topology) {
     let mut host = Host::with_topology(topology, "h200");
     host.configure("cuda_mps_fault_grace: 600\nlog_level: debug");
@@ -285,8 +293,8 @@ fn a_fault_after_a_restart_names_the_owners_of_those_hit(topology: Topology) {
     assert_eq!(host.stop().code(), Some(0));
 }
 
-/// The control daemon dies of the fault, before it could be asked for the status of its server: the fault is reported
-/// nevertheless, with all clients that were hit.
+/// A control daemon dies of a GPU fault before the service could ask it for the status of its server: the service reports the
+/// fault nevertheless, with all clients that were hit.
 fn a_fault_that_ends_the_control_daemon_is_told(topology: Topology) {
     let host = Host::serving_as(topology, "h200");
     let before = host.wait_for_state("ready");
@@ -302,8 +310,8 @@ fn a_fault_that_ends_the_control_daemon_is_told(topology: Topology) {
     a_client_is_served(&host);
 }
 
-/// The service saves the place in the log up to which it has read, and is then killed. The next service has another grace
-/// period for faults.
+/// Kills the service after it has read about the fault in the log and saved its offset in the log. The next service starts
+/// with another grace period for faults.
 fn dies_having_read_of_the_fault(host: &mut Host, next_grace: &str) {
     host.wait_for_status("faulted", |status| control_daemon(status)["state"] == "faulted");
     let log = fs::read_to_string(host.control_log()).unwrap();
@@ -313,8 +321,8 @@ fn dies_having_read_of_the_fault(host: &mut Host, next_grace: &str) {
     restart(host);
 }
 
-/// The fault is also healed if the service dies after it has read about the fault in the log. If several control daemons use
-/// the GPU, it is then unknown which of them the remaining client belongs to.
+/// A GPU fault is also healed if the service dies after it has read about the fault in the log. If several control daemons
+/// use the GPU, the next service does not know to which control daemon the remaining client belongs.
 #[test]
 fn a_fault_that_a_former_service_has_read_is_healed_after_the_grace() {
     is_healed_after_the_grace(Topology::Shared, |host| {
@@ -342,8 +350,9 @@ fn is_healed_after_the_grace(topology: Topology, shorten_the_grace: impl FnOnce(
     stays.end();
 }
 
-/// With driver 535 the control daemon can't report the status of its server, so a fault lasts as long as a client that was
-/// hit. The server is not ended because of the fault, since other clients may be at work there.
+/// With driver 535 the control daemon can't report the status of its server, so the service takes a fault for over when the
+/// clients that were hit have ended. The service does not end the faulted server, since other clients of the server may still
+/// compute.
 #[test]
 fn a_fault_lasts_where_nobody_tells_of_its_end() {
     let mut host = Host::new("h200");
@@ -371,7 +380,8 @@ fn a_fault_lasts_where_nobody_tells_of_its_end() {
     assert_eq!(host.stop().code(), Some(0));
 }
 
-/// On a server with a fault, the clients on its other GPUs go on to their end, and the server is not ended before.
+/// If a fault hits a server on one of its GPUs, the server's clients on other GPUs go on to their end, and the service does
+/// not end the server before.
 #[test]
 fn a_fault_spares_clients_on_other_gpus() {
     let (host, elsewhere, stays) = faulted_beside_a_client_that_is_well();
@@ -390,7 +400,8 @@ fn a_fault_spares_clients_on_other_gpus() {
     stays.end();
 }
 
-/// A host with a faulted server, a client on another GPU of that server, and a client on the faulted GPU that stays.
+/// A host with a server that a fault on one GPU has hit, a client of the server on another GPU, and a client on the faulted
+/// GPU that does not end.
 fn faulted_beside_a_client_that_is_well() -> (Host, Client, Client) {
     let mut host = Host::new("h200x8");
     host.configure("cuda_mps_fault_grace: 1");
@@ -405,8 +416,8 @@ fn faulted_beside_a_client_that_is_well() -> (Host, Client, Client) {
     (host, elsewhere, stays)
 }
 
-/// The log directory is full: clients are served with their limits, the state gives the reason, a new daemon and a new control
-/// daemon work too, and everything is normal when there is space again.
+/// The file system of the log directory is full: clients are served with their limits, the status gives the reason, a new
+/// service and a new control daemon work too, and the status is normal when there is space again.
 fn no_room_for_the_log(topology: Topology) {
     if !root_or_skip("no_room_for_the_log") {
         return;
@@ -428,7 +439,7 @@ fn no_room_for_the_log(topology: Topology) {
     a_client_is_served(&host);
     bystander.check();
     drop(bystander);
-    // After the control daemon was killed, the next one starts although the file system is full.
+    // After the control daemon was killed, the next control daemon starts although the file system of the logs is full.
     signal_pid(control_pid(&before), Signal::KILL);
     wait_for("another control daemon", || {
         let status = host.json(&["status"])?;
@@ -443,9 +454,9 @@ fn no_room_for_the_log(topology: Topology) {
     host.nothing_runs();
 }
 
-/// The runtime directory is full: a control daemon that is recorded is served and taken over; a control daemon that can't be
-/// recorded is not started, since the next service would not know it, and the reason is shown. Everything works again when there
-/// is space.
+/// The file system of the runtime directory is full: a control daemon that is recorded in the state file goes on and is taken
+/// over by the next service. A control daemon that can't be recorded is not started, since the next service would not know
+/// it, and the status gives the reason. Control daemons are started again when there is space.
 fn no_room_for_the_state_file(topology: Topology) {
     if !root_or_skip("no_room_for_the_state_file") {
         return;
@@ -478,8 +489,8 @@ fn no_room_for_the_state_file(topology: Topology) {
     assert_eq!(host.compute_mode(0), "Default");
 }
 
-/// The bus ends and is started again while clients compute: the clients and their control daemon go on, and the same slices
-/// are on the new bus.
+/// The D-Bus daemon ends and is started again while clients compute: the clients and their control daemon go on, and the
+/// service publishes the same slices on the new bus.
 fn the_bus_restarts_while_clients_run(topology: Topology) {
     let (mut random, _seed) = Random::seeded("the_bus_restarts_while_clients_run");
     let mut host = Host::serving_as(topology, "h200");
@@ -504,14 +515,16 @@ fn the_bus_restarts_while_clients_run(topology: Topology) {
     });
 }
 
-/// Changes and removals by other programs are corrected, or reported if that is impossible, and no client is hurt.
+/// Other programs change or remove files, limits and compute modes of the service: the service restores them, or reports the
+/// change if that is impossible, and no client ends.
 fn what_others_break_is_repaired(topology: Topology) {
     let (mut random, _seed) = Random::seeded("what_others_break_is_repaired");
     let mut host = Host::serving_as(topology, "h200");
     let before = host.wait_for_state("ready");
     let bystander = Bystander::start(&host, &host.pipe(), Duration::from_secs(600));
     let (state_file, id) = (host.path("run/state.json"), host.control_daemon_id());
-    // The JSON is parsed, since an incomplete file may already contain the PID.
+    // The test parses the JSON of the state file, since a state file that is written only in part may already contain the
+    // PID.
     let whole = || {
         let bytes = fs::read(&state_file).unwrap_or_default();
         let state_file: Value = serde_json::from_slice(&bytes).unwrap_or_default();
@@ -530,7 +543,7 @@ fn what_others_break_is_repaired(topology: Topology) {
                 file.set_len(random.below(length)).unwrap();
             }
             3 => fs::write(&state_file, "{\"version\": 99}").unwrap(),
-            // The directory is renamed before it is removed: the service may be writing to it.
+            // The test renames the runtime directory before it removes the directory, since the service may be writing to it.
             4 => {
                 fs::rename(host.path("run"), host.path("gone")).unwrap();
                 fs::remove_dir_all(host.path("gone")).unwrap();
@@ -549,7 +562,7 @@ fn what_others_break_is_repaired(topology: Topology) {
         assert_eq!(control_pid(&status), control_pid(&before));
         bystander.check();
     }
-    // The service does not make the log file again. The service reports once that the file was removed.
+    // The service does not make the log file again. The service reports once that the log file was removed.
     let _ = fs::remove_file(host.control_log());
     host.reload();
     waits_for_log(&host, "was removed; the control daemon still writes to the removed file");
@@ -559,8 +572,8 @@ fn what_others_break_is_repaired(topology: Topology) {
     host.nothing_runs();
 }
 
-/// The state file is lost while the daemon does not run: then the control daemon counts as foreign, goes on until its clients
-/// have ended, and is replaced.
+/// The state file is lost while the service does not run: the next service takes the running control daemon for a foreign
+/// one, lets it run until its clients have ended, and replaces it.
 fn a_state_file_lost_while_down_costs_no_client(topology: Topology) {
     for loss in ["removed", "cut", "garbage"] {
         let mut host = Host::serving_as(topology, "h200");
@@ -587,8 +600,9 @@ fn a_state_file_lost_while_down_costs_no_client(topology: Topology) {
     }
 }
 
-/// Removing the directory of a control daemon ends no client. Commands can't reach the control daemon any more, which the
-/// state says. A new control daemon is started: at once if there are no clients, otherwise after their end.
+/// Removing the directory of a control daemon ends no client. Commands can't reach a control daemon whose directory was
+/// removed, and the status says so. The service starts a new control daemon: at once if the present one has no clients,
+/// otherwise after their end.
 fn a_removed_pipe_directory_is_made_again(topology: Topology) {
     for with_client in [false, true] {
         let mut host = Host::serving_as(topology, "h200");
@@ -619,7 +633,7 @@ fn a_removed_pipe_directory_is_made_again(topology: Topology) {
     }
 }
 
-/// Writes some 140 bytes to the log for each of so many commands.
+/// Sends this number of commands to the control daemon, which writes some 140 bytes to its log for each command.
 fn flood(host: &Host, pipe: &Path, commands: usize) {
     let mut front_end = host
         .command("nvidia-cuda-mps-control")
@@ -633,8 +647,9 @@ fn flood(host: &Host, pipe: &Path, commands: usize) {
     front_end.wait().unwrap();
 }
 
-/// A log that exceeds its limit is rotated while processes write to it; later lines are understood, even by a daemon that takes
-/// over and does not find the lines about limits, and no fault is missed.
+/// The service rotates a control daemon's log that exceeds its size limit while processes write to the log. The service
+/// understands later lines, even if it was just started and does not find the lines about limits in the log, and misses no
+/// fault.
 fn the_log_is_rotated_under_load(topology: Topology) {
     let mut host = Host::with_topology(topology, "h200");
     host.configure("cuda_mps_log_max_size: 1");
@@ -642,7 +657,7 @@ fn the_log_is_rotated_under_load(topology: Topology) {
     let before = host.wait_for_state("ready");
     let bystander = Bystander::start(&host, &host.pipe(), Duration::from_secs(600));
     for killed in [true, false, true] {
-        // The service has read most of the log, and has saved that offset, before the log is rotated.
+        // Before the log is rotated, the service has read most of the log, and has saved the offset up to which it has read.
         let length = |name: &str| Some(fs::metadata(host.control_log().with_file_name(name)).ok()?.len());
         while length("control.log").unwrap() < 700_000 {
             flood(&host, &host.pipe(), 500);
@@ -701,7 +716,7 @@ fn a_gpu_that_is_lost_and_back(topology: Topology) {
     assert_eq!(host.compute_mode(3), "Default");
 }
 
-/// A wait that fails once must not end the reports about all GPUs for good.
+/// After one failed wait for NVML's events, the service must still report the critical errors of all GPUs.
 fn critical_errors_are_told_after_a_failed_wait(topology: Topology) {
     let mut host = Host::serving_as(topology, "h200x8");
     host.plant("error/nvmlEventSetWait", "15");
@@ -716,7 +731,7 @@ fn critical_errors_are_told_after_a_failed_wait(topology: Topology) {
     assert_eq!(host.stop().code(), Some(0));
 }
 
-/// Waits until a critical error is in the log and among the events.
+/// Waits until a critical error of a GPU is in the service's log and among its events.
 fn xid_is_told(host: &Host, gpu: usize, number: u32) {
     let name = host.json(&["status"]).unwrap()["gpus"][gpu]["addr"].as_str().unwrap().to_owned();
     let words = format!("GPU {name} met a critical error, Xid {number}");
@@ -732,10 +747,11 @@ fn xid_is_told(host: &Host, gpu: usize, number: u32) {
     });
 }
 
-/// A third of the time until the next health check of an unused GPU.
+/// A third of the 30 s between two health checks of an unused GPU.
 const BEFORE_THE_NEXT_LOOK: Duration = Duration::from_secs(10);
 
-/// Waits at most `longest`, for effects that the next health check would find too, and that must be found before that check.
+/// Waits at most `longest` for a change that the service must find before its next regular health check, which would find the
+/// change too.
 fn wait_within<T>(longest: Duration, what: &str, mut look: impl FnMut() -> Option<T>) -> T {
     let deadline = Instant::now() + longest;
     wait_for(what, || {
@@ -745,7 +761,7 @@ fn wait_within<T>(longest: Duration, what: &str, mut look: impl FnMut() -> Optio
     })
 }
 
-/// A critical error is reported, and causes a look at the GPU, so that other changes are found at once.
+/// The service reports a critical error of a GPU, and checks the GPU at once, so that it finds other changes of the GPU too.
 fn a_critical_error_is_told_and_looked_into(topology: Topology) {
     let mut host = Host::serving_as(topology, "h200");
     host.plant("gpus/0/compute_mode", "Default");
@@ -757,8 +773,8 @@ fn a_critical_error_is_told_and_looked_into(topology: Topology) {
     assert_eq!(host.stop().code(), Some(0));
 }
 
-/// A GPU with an error that asks for a reset takes no new client, even after a restart of the service, and its present
-/// clients go on. An administrator's reload lets the GPU take clients again.
+/// A GPU with a critical error that asks for a reset of the GPU takes no new client, even after a restart of the service, and
+/// the GPU's present clients go on. An administrator's reload lets the GPU take clients again.
 #[test]
 fn a_gpu_that_needs_a_reset_takes_no_new_client() {
     let mut host = Host::serving("h200x8");
@@ -767,14 +783,15 @@ fn a_gpu_that_needs_a_reset_takes_no_new_client() {
     let healthy = |host: &Host| host.list().iter().filter(|device| device["healthy"] == true).count();
     let sick = host.list()[4 * 3]["addr"].as_str().unwrap().to_owned();
     let before = host.environment_of(&sick);
-    // Programs can cause these errors, or the driver recommends no action. So the GPUs go on taking clients.
+    // The Xids 13 and 94 can be caused by a program, and for the Xid 154 the driver recommends no action. So GPUs with these
+    // errors go on taking clients.
     host.plant("gpus/2/recovery_action", "0");
     for (gpu, number) in [(1, 13), (1, 94), (2, 154)] {
         host.meets_xid(gpu, number);
         xid_is_told(&host, usize::try_from(gpu).unwrap(), number);
     }
     assert_eq!(healthy(&host), 32);
-    // The driver recommends a reboot for GPU 5, which counts whatever the number of the error is.
+    // The driver recommends a reboot for GPU 5, so the GPU takes no new client, whatever the number of its error is.
     host.plant("gpus/5/recovery_action", "2");
     host.meets_xid(3, 48);
     host.meets_xid(5, 999);
@@ -788,8 +805,8 @@ fn a_gpu_that_needs_a_reset_takes_no_new_client() {
     assert!(reason.contains("--gpu-reset") && reason.contains("yunion-mpsctl reload"), "{reason}");
     let refused = host.mpsctl(&["run", &sick, "--", "true"]);
     assert!(!refused.status.success() && text(&refused).contains("Xid 48"), "{}", text(&refused));
-    // A container that was started before has an environment with which it looks for the slice. The container finds no
-    // control daemon there.
+    // A container that was started before the error still has the environment of its slice. A program in the container finds
+    // no control daemon with this environment.
     let late = host.program(&["props"]).envs(before).stdout(Stdio::piped()).output().unwrap();
     assert!(text(&late).contains("(46)"), "{}", text(&late));
     host.signal(Signal::KILL);
@@ -803,7 +820,8 @@ fn a_gpu_that_needs_a_reset_takes_no_new_client() {
     assert_eq!(healthy(&host), 32);
     bystander.check();
     drop(bystander);
-    // A GPU can be reset only while the service is stopped. So after a stop the GPU no longer counts as in need of a reset.
+    // A GPU can be reset only while the service is stopped. So a service that starts after a stop does not take the GPU for
+    // one in need of a reset.
     host.meets_xid(3, 48);
     wait_for("a GPU that takes no client", || (healthy(&host) == 28).then_some(()));
     assert_eq!(host.stop().code(), Some(0));
@@ -812,8 +830,8 @@ fn a_gpu_that_needs_a_reset_takes_no_new_client() {
     assert_eq!(host.stop().code(), Some(0));
 }
 
-/// A GPU with a critical error that falls off the bus at that moment, and so has no UUID any more, is reported too. After
-/// such an error, errors of other GPUs are still reported.
+/// The service also reports the critical error of a GPU that falls off the bus at the same moment, and so has no UUID any
+/// more. After the critical error of a lost GPU, the service still reports errors of other GPUs.
 fn a_critical_error_of_a_lost_gpu_is_told(topology: Topology) {
     let mut host = Host::serving_as(topology, "h200x8");
     host.plant("gpus/3/lost", "");
@@ -829,15 +847,15 @@ fn a_critical_error_of_a_lost_gpu_is_told(topology: Topology) {
     assert_eq!(host.stop().code(), Some(0));
 }
 
-/// The path of libfaketime, which depends on the architecture of the machine.
+/// The path of the library libfaketime, which depends on the architecture of the machine.
 fn fake_clock() -> PathBuf {
     let libraries = fs::read_dir("/usr/lib").unwrap().flatten();
     let mut places = libraries.map(|entry| entry.path().join("faketime/libfaketime.so.1"));
     places.find(|library| library.exists()).expect("libfaketime is not there; install faketime")
 }
 
-/// The time of day jumps by days while a client runs: no act and no wait depends on it, neither while the service runs nor
-/// when it takes over control daemons that were started at another time.
+/// The system time jumps by days while a client runs: nothing that the service does depends on the system time, neither while
+/// the service runs nor when it takes over control daemons that were started before the jump.
 fn a_clock_that_jumps_disturbs_nobody(topology: Topology) {
     let mut host = Host::with_topology(topology, "h200");
     let clock = host.path("clock");
@@ -860,7 +878,8 @@ fn a_clock_that_jumps_disturbs_nobody(topology: Topology) {
     for (offset, days) in [("-3d", -3), ("+5d", 5), ("-1d", -1)] {
         set(offset);
         host.reload();
-        // The service uses the new time, and its newest event is last even if that time is earlier.
+        // The service gives its events the new system time, and the newest event is the last in the list even if its time is
+        // earlier than that of other events.
         let (at, text) = wait_for("an event of that day", || {
             let (at, text) = newest(&host);
             const DAY: i64 = 86_400_000_000;
@@ -879,7 +898,8 @@ fn a_clock_that_jumps_disturbs_nobody(topology: Topology) {
     assert_eq!(host.compute_mode(0), "Default");
 }
 
-/// The median and the longest time of `yunion-mpsctl status`, which is run again and again until `done`.
+/// Runs `yunion-mpsctl status` again and again until `done` returns true, and returns the median and the longest time of a
+/// run.
 fn latency_of_status(host: &Host, mut done: impl FnMut() -> bool) -> (Duration, Duration) {
     let mut taken = Vec::new();
     let deadline = Instant::now() + DEADLINE * 4;
@@ -893,8 +913,9 @@ fn latency_of_status(host: &Host, mut done: impl FnMut() -> bool) -> (Duration, 
     (taken.get(taken.len() / 2).copied().unwrap_or_default(), taken.last().copied().unwrap_or_default())
 }
 
-/// A tenant can cause 64 MiB of lines in the log at once: no caller waits for the service meanwhile, the log is rotated, a
-/// fault after these lines is understood, and a control daemon that ends meanwhile is replaced.
+/// A tenant can cause 64 MiB of lines in a control daemon's log at once. While the service reads these lines, no caller waits
+/// for the service, and a control daemon that ends is replaced. The log is rotated, and the service understands a fault after
+/// these lines.
 fn a_burst_in_the_log_keeps_nobody_waiting(topology: Topology) {
     let mut host = Host::with_topology(topology, "h200");
     host.configure("cuda_mps_log_max_size: 1");
@@ -947,7 +968,8 @@ fn a_burst_in_the_log_keeps_nobody_waiting(topology: Topology) {
     host.nothing_runs();
 }
 
-/// A tenant's lines do not fill the journal of the host: lines beyond a limit are left out and counted.
+/// A tenant can't fill the journal of the host with lines of the control daemon's log: the service leaves lines beyond a
+/// limit out of the journal, and counts them.
 fn a_burst_of_warnings_does_not_flood_the_journal(topology: Topology) {
     let mut host = Host::serving_as(topology, "h200");
     let line = "[2026-11-21 02:13:53.814 Server   879] Failed to accept new client. Maximum number of clients (48) reached.\n";
@@ -960,7 +982,8 @@ fn a_burst_of_warnings_does_not_flood_the_journal(topology: Topology) {
     assert_eq!(host.stop().code(), Some(0));
 }
 
-/// The number of lines that were left out is reported before the next control daemon starts.
+/// The service reports how many lines of a control daemon's log it has left out of the journal, before the next control
+/// daemon starts.
 fn the_end_of_a_control_daemon_tells_how_many_lines_were_left_out(topology: Topology) {
     let mut host = Host::serving_as(topology, "h200");
     let status = host.wait_for_state("ready");
@@ -978,7 +1001,7 @@ fn the_end_of_a_control_daemon_tells_how_many_lines_were_left_out(topology: Topo
     assert_eq!(host.stop().code(), Some(0));
 }
 
-/// Waits for words in the log of the service that only a health check writes, by reloading the service again and again.
+/// Reloads the service again and again until words are in its log that only a health check writes.
 fn waits_for_log_with_reloads(host: &Host, words: &str) {
     wait_for(words, || {
         host.reload();
@@ -986,7 +1009,8 @@ fn waits_for_log_with_reloads(host: &Host, words: &str) {
     });
 }
 
-/// If a foreign file has the name of the log, the service neither writes to it nor waits for it.
+/// If a file that the service has not made has the name of the control daemon's log, the service neither writes to the file
+/// nor blocks when it opens the file.
 fn only_a_file_of_ours_is_the_log(topology: Topology) {
     for kind in ["link", "fifo", "hard link", "theirs"] {
         if kind == "theirs" && !root_or_skip("only_a_file_of_ours_is_the_log (theirs)") {
@@ -1018,7 +1042,8 @@ fn only_a_file_of_ours_is_the_log(topology: Topology) {
     }
 }
 
-/// While the log is copied, a link to another file replaces it: the other file is not changed.
+/// While the service copies a log to rotate it, a test replaces the log by a link to another file: the service does not
+/// change the other file.
 fn a_rotated_log_empties_no_other_file(topology: Topology) {
     for _ in 0..2 {
         let mut host = Host::with_topology(topology, "h200");
@@ -1032,7 +1057,7 @@ fn a_rotated_log_empties_no_other_file(topology: Topology) {
         File::options().append(true).open(&log).unwrap().write_all(burst.as_bytes()).unwrap();
         let kept = host.control_log().with_file_name("control.log.1");
         let deadline = Instant::now() + DEADLINE;
-        // The test looks often, since the service copies the log within milliseconds.
+        // The test looks for the copy of the log every 100 us, since the service copies the log within milliseconds.
         while !kept.exists() {
             assert!(Instant::now() < deadline, "the log is never rotated");
             std::thread::sleep(Duration::from_micros(100));
@@ -1050,12 +1075,13 @@ fn event_texts(status: &Value) -> Vec<&str> {
     status["events"].as_array().unwrap().iter().map(|event| event["text"].as_str().unwrap()).collect()
 }
 
-/// If modes of files keep users out, a health check and a take-over of the control daemon restore the modes, and report that.
+/// If the modes of the pipe directory or the socket keep users from connecting, a health check or a take-over of the control
+/// daemon restores the modes, and the service reports that.
 fn users_that_were_kept_out_are_let_in_again(topology: Topology) {
     let mut host = Host::serving_as(topology, "h200");
     let before = control_pid(&host.wait_for_state("ready"));
     let mode = |path: &Path| fs::metadata(path).unwrap().permissions().mode() & 0o777;
-    // The link in the pipe directory leads to the same socket, so its mode changes too.
+    // The socket in the pipe directory is a hard link to the socket in the private directory, so its mode changes too.
     let socket = host.private().join("control");
     for taken_over in [false, true] {
         for (path, bad, good) in [(host.pipe(), 0o700, 0o755), (socket.clone(), 0o600, 0o666)] {
@@ -1077,8 +1103,8 @@ fn users_that_were_kept_out_are_let_in_again(topology: Topology) {
     assert_eq!(host.stop().code(), Some(0));
 }
 
-/// A socket that belongs to another user than root lets that user decide who may connect: the GPUs are not healthy, and a new
-/// socket is made as soon as the control daemon has no clients.
+/// If the socket of a control daemon belongs to another user than root, this user can decide which users may connect: the
+/// GPUs are not healthy, and the service has a new socket made as soon as the control daemon has no clients.
 fn a_socket_of_another_user_is_not_healthy(topology: Topology) {
     if !root_or_skip("a_socket_of_another_user_is_not_healthy") {
         return;
@@ -1097,7 +1123,7 @@ fn a_socket_of_another_user_is_not_healthy(topology: Topology) {
     assert_eq!(host.stop().code(), Some(0));
 }
 
-/// Waits until another control daemon than the one with the PID `before` serves, and returns its PID.
+/// Waits until a control daemon with another PID than `before` serves, and returns its PID.
 fn recovered_after(host: &Host, before: u32) -> u32 {
     let status = host.wait_for_status("another control daemon", |status| {
         let pid = control_daemon(status)["pid"].as_u64();
@@ -1107,7 +1133,7 @@ fn recovered_after(host: &Host, before: u32) -> u32 {
 }
 
 /// A fully used GPU, with 12 of 12 clients in each of its four slices, is healthy: all clients compute. Only the 49th client
-/// is refused, which is reported, and when a client has left, the next client is accepted.
+/// is refused, and the service reports that. After a client has ended, the next client is accepted.
 #[test]
 fn a_full_gpu_stays_healthy_and_says_so() {
     let mut host = Host::serving("h200");
@@ -1131,7 +1157,8 @@ fn a_full_gpu_stays_healthy_and_says_so() {
             && gpu["healthy"] == true
             && gpu["reason"].as_str().unwrap().starts_with("full: all 48 places for clients are taken")
     };
-    // No client was refused yet. The health check finds that the GPU has as many clients as it can hold.
+    // No client was refused yet. The reload makes the service check the GPU and find that the GPU has as many clients as it
+    // can have.
     host.reload();
     host.wait_for_status("a full GPU", is_full);
     let full_slices = || {
@@ -1165,8 +1192,8 @@ fn a_full_gpu_stays_healthy_and_says_so() {
     assert_eq!(host.stop().code(), Some(0));
 }
 
-/// Without multi-user mode a client of another user waits until all clients of the first user have ended. The wait is an
-/// event, and the client is listed.
+/// Without multi-user mode, MPS lets a client of another user wait until all clients of the first user have ended. The
+/// service publishes an event about the waiting client, and lists the client.
 #[test]
 fn a_client_that_waits_for_another_user_is_told() {
     if !root_or_skip("a_client_that_waits_for_another_user_is_told") {
@@ -1213,8 +1240,8 @@ fn a_client_that_waits_for_another_user_is_told() {
     assert_eq!(host.stop().code(), Some(0));
 }
 
-/// The service can open no more files when the driver comes back: the message says that, and does not propose to reinstall a
-/// driver that works.
+/// If the service can open no more files when the driver comes back, its message says so, and does not propose to reinstall
+/// the driver, which works.
 #[test]
 fn too_few_descriptors_are_called_so() {
     let mut host = Host::new("h200");
@@ -1233,7 +1260,8 @@ fn too_few_descriptors_are_called_so() {
             .output()
             .unwrap(),
     );
-    // The limit is set to the first free number, so the service can't open any further file.
+    // The test sets the service's limit of open files to the lowest free descriptor number, so the service can't open any
+    // further file.
     let numbers = fs::read_dir(format!("/proc/{pid}/fd")).unwrap().flatten();
     let numbers: Vec<u32> =
         numbers.map(|entry| entry.file_name().to_str().unwrap().parse().unwrap()).collect();
@@ -1255,8 +1283,8 @@ fn too_few_descriptors_are_called_so() {
 fn the_name_of_a_process_makes_no_line_of_the_log(topology: Topology) {
     let host = Host::serving_as(topology, "h200");
     let program = host.path("a\nFORGED line");
-    // `cp` writes the file. If this process wrote it, a child that another thread forks meanwhile could have it open, and the
-    // kernel would refuse to execute it.
+    // `cp` writes the file. If the process of the tests wrote the program file, a child that another thread forks at that
+    // moment could have the file open, and the kernel would refuse to execute the file.
     assert!(Command::new("cp").arg("/bin/sleep").arg(&program).status().unwrap().success());
     let mut child = Command::new(&program).arg("600").spawn().unwrap();
     let pid = child.id();

@@ -1,4 +1,5 @@
-//! The first steps of a user: configuration for a host that has none, and a program on a free slice.
+//! The first steps of a user: `setup` writes a configuration for a host without configuration, and `run --free` starts a
+//! program on a free slice.
 
 use crate::support::host::{binaries, mpsctl};
 use std::collections::{BTreeMap, BTreeSet};
@@ -16,7 +17,8 @@ use crate::support::golden;
 use crate::support::host::{Host, text};
 use crate::support::wait::wait_for;
 
-/// A program on the free slice that `yunion-mpsctl run --free` takes of these GPUs or models, once it is a client.
+/// Starts a program with `yunion-mpsctl run --free` on these GPUs or models, waits until the program is a client, and returns
+/// the program and its slice.
 fn on_free_slice(host: &Host, of: &[&str]) -> (Client, String) {
     let before = clients(host);
     let mut run = host.command("yunion-mpsctl");
@@ -28,7 +30,7 @@ fn on_free_slice(host: &Host, of: &[&str]) -> (Client, String) {
     (run, slice)
 }
 
-/// The slice of each client, by PID.
+/// The slice of each client that the service lists, by the client's PID.
 fn clients(host: &Host) -> BTreeMap<u64, String> {
     let listed = host.busctl("ListClients");
     let facts =
@@ -76,7 +78,8 @@ fn run_free_takes_the_slice_with_the_fewest_clients() {
     }
 }
 
-/// A container is a client only once its program has started CUDA, so each choice must know of the choices just before.
+/// A container has a client only once its program has started CUDA, so `env --free` must also take account of the slices that
+/// it has given out a moment before.
 #[test]
 fn each_choice_of_a_moment_is_another_slice() {
     let mut host = Host::new("tesla-p40");
@@ -101,7 +104,7 @@ fn each_choice_of_a_moment_is_another_slice() {
     assert_eq!(outputs.collect::<BTreeSet<_>>().len(), 3, "commands of one moment");
 }
 
-/// A service without a configuration says how to write one.
+/// If the service finds no configuration, the commands say how to write a configuration with `setup`.
 #[test]
 fn a_service_without_configuration_names_setup() {
     let mut host = fresh("tesla-p40");
@@ -112,13 +115,14 @@ fn a_service_without_configuration_names_setup() {
     for command in [&["list"][..], &["status"], &["doctor", "--sysroot", &root]] {
         let said = text(&host.mpsctl(command)).replace(['\n', ' '], "");
         assert!(said.contains("yunion-mpsctlsetup"), "{command:?}: {said}");
-        // The text names the files that the service has looked for, since a file may have a misspelt name.
+        // The message names the configuration files that the service has looked for, since an administrator may have misspelt
+        // the name of a file.
         assert!(
             said.contains("filesthatdonotexist:/opt/yunion/bin/etc/host.conf,/etc/yunion/host.conf"),
             "{command:?}: {said}"
         );
     }
-    // A user who has switched MPS off is not told to run `setup`.
+    // If an administrator has disabled MPS, no command proposes to run `setup`.
     fs::create_dir_all(host.file("/etc/yunion")).unwrap();
     fs::write(host.file("/etc/yunion/host.conf"), "enable_cuda_mps: false\n").unwrap();
     assert!(host.call("Control.Reload").status.success());
@@ -128,8 +132,8 @@ fn a_service_without_configuration_names_setup() {
     }
 }
 
-/// The toolkit mounts the directory in which CUDA looks into every container: doctor warns of it, so setup does not lead
-/// there.
+/// NVIDIA's container toolkit mounts CUDA's default pipe directory into every container. Doctor warns if the service uses
+/// this directory on such a host, so `setup` does not choose it.
 #[test]
 fn setup_beside_a_container_toolkit_is_a_configuration_that_doctor_accepts() {
     let host = fresh("h200");
@@ -158,7 +162,7 @@ fn run_without_dashes_says_where_they_stand() {
     );
 }
 
-/// A host as its installation leaves it: without configuration.
+/// A host on which the package is installed, and which has no configuration yet.
 fn fresh(board: &str) -> Host {
     let host = Host::new(board);
     fs::remove_dir_all(host.file("/etc/yunion")).unwrap();
@@ -170,7 +174,7 @@ fn setup(host: &Host, arguments: &[&str]) -> Output {
     host.mpsctl(&[&["setup", "--sysroot", &root], arguments].concat())
 }
 
-/// Setup on a terminal, with these answers.
+/// Runs `yunion-mpsctl setup` on a terminal, types these answers, and returns its output.
 fn answered(host: &Host, answers: &str) -> String {
     let program = mpsctl();
     let script =
@@ -183,7 +187,7 @@ fn answered(host: &Host, answers: &str) -> String {
     text(&terminal.wait_with_output().unwrap()).replace('\r', "")
 }
 
-/// The files in /etc/yunion with their texts.
+/// The names of the files in /etc/yunion, with their texts.
 fn files(host: &Host) -> BTreeMap<String, String> {
     let Ok(entries) = fs::read_dir(host.file("/etc/yunion")) else { return BTreeMap::new() };
     let file = |entry: fs::DirEntry| {
@@ -201,7 +205,7 @@ fn settings(text: &str) -> String {
         .collect()
 }
 
-/// The output of `yunion-mps-daemon --check`; nothing is wrong.
+/// The output of `yunion-mps-daemon --check`, which must find nothing wrong.
 fn checked(host: &Host) -> String {
     let check = host.check();
     assert!(check.status.success(), "{}", text(&check));
@@ -214,7 +218,7 @@ fn setup_of_a_host_without_the_platform_is_one_file() {
     let done = setup(&host, &["--yes"]);
     let said = text(&done);
     assert!(done.status.success(), "{said}");
-    // The manual page of `setup` contains this output.
+    // The manual page of `setup` contains the output of this run of `setup`.
     let example = Path::new(env!("CARGO_MANIFEST_DIR")).join("packaging/man/examples/setup.txt");
     let shown = format!("Output with --yes, on a host with one Tesla P40 and without configuration:\n{said}");
     if golden::is_update() {
@@ -231,7 +235,8 @@ fn setup_of_a_host_without_the_platform_is_one_file() {
         settings(&written["host.conf"]),
         "enable_cuda_mps: true\ncuda_mps_replicas: 3\ncuda_mps_pipe_directory: /tmp/nvidia-mps\n"
     );
-    // `setup` prints what `--check` prints about the new configuration. `--check` also compares it with a running service.
+    // `setup` prints what `--check` prints about the new configuration. `--check` also compares the configuration with a
+    // running service.
     let check = checked(&host);
     let (check, _) = check.split_once("\nNothing to compare with: ").unwrap();
     assert!(check.contains("3 slices, 00:06.0-0 to 00:06.0-2") && said.contains(check), "{check}\n{said}");
@@ -244,7 +249,8 @@ fn setup_of_a_host_without_the_platform_is_one_file() {
     assert_eq!(files(&host), written);
 }
 
-/// The share surprises users whose program has used the GPU alone so far. GPUs before Volta enforce no share.
+/// `setup` names the share of a GPU that each program gets, since the share surprises users whose program has used the GPU
+/// alone so far. GPUs before Volta enforce no share.
 #[test]
 fn setup_says_how_much_of_a_gpu_every_program_has() {
     let said = |board: &str, arguments: &[&str]| text(&setup(&fresh(board), arguments));
@@ -289,11 +295,13 @@ fn setup_of_a_host_of_the_platform_names_each_gpu() {
          - path: /dev/dri/renderD131\n  type: NVIDIA_MPS\n  virtual_number: 4\n"
     );
     let check = checked(&host);
-    // The host agent reads the same files, and the check finds nothing that it would read differently.
+    // The platform's host agent reads the same configuration files, and `--check` finds nothing that the host agent would
+    // read differently.
     assert!(!check.contains("agent") && !check.contains("not served"), "{check}");
 }
 
-/// The service does not divide the memory of the host, so setup writes what each slice gets of it.
+/// The service does not divide the host's memory by itself, so for a GPU that uses the host's memory, `setup` writes how much
+/// memory each slice gets.
 #[test]
 fn setup_writes_the_memory_of_slices_that_share_the_hosts() {
     let host = fresh("gb10");
@@ -308,7 +316,7 @@ fn setup_writes_the_memory_of_slices_that_share_the_hosts() {
     );
     let check = checked(&host);
     assert!(check.contains("4 slices, ") && check.contains("27258 MiB"), "{check}");
-    // Without the host's memory, setup can't say how much a slice gets.
+    // Without knowing the size of the host's memory, `setup` can't calculate how much memory a slice gets.
     let host = fresh("gb10");
     fs::remove_file(host.file("/proc/meminfo")).unwrap();
     let refused = setup(&host, &["--yes"]);
@@ -322,7 +330,7 @@ fn setup_writes_the_memory_of_slices_that_share_the_hosts() {
 
 #[test]
 fn setup_changes_no_file_that_is_there_and_says_what_belongs_in_it() {
-    // The platform's own installation leaves such a host.
+    // The installation of the Yunion platform leaves a host with MPS disabled and with a device file.
     let host = Host::new("h200");
     host.configure("enable_cuda_mps: false");
     host.devices(&["path: /dev/dri/renderD128, type: NVIDIA_GPU_SHARE, virtual_number: 2"]);
@@ -343,7 +351,7 @@ fn setup_changes_no_file_that_is_there_and_says_what_belongs_in_it() {
         }
         assert_eq!(files(&host), before);
     }
-    // With the changes that the text asks for, the host has the slices that the text describes.
+    // After an administrator has made the changes that `setup` asks for, the host has the slices that `setup` describes.
     host.configure("enable_cuda_mps: true");
     host.devices(&["path: /dev/dri/renderD128, type: NVIDIA_MPS, virtual_number: 10"]);
     assert!(checked(&host).contains("10 slices, "));
@@ -353,7 +361,7 @@ fn setup_changes_no_file_that_is_there_and_says_what_belongs_in_it() {
     let wrong = setup(&host, &["--yes"]);
     assert_eq!(wrong.status.code(), Some(1));
     assert!(text(&wrong).contains("error: /etc/yunion/host.conf:") && text(&wrong).contains("has mistakes"));
-    // A device file that host.conf does not name yet is checked too.
+    // `setup` also checks a device file that host.conf does not name yet.
     let host = fresh("mixed");
     fs::create_dir_all(host.file("/etc/yunion")).unwrap();
     fs::write(host.file("/etc/yunion/host_container_device.yml"), "devices: []\n").unwrap();
@@ -397,7 +405,8 @@ fn setup_asks_on_a_terminal() {
     }
 }
 
-/// Only CUDA programs with a slice find the control daemon of a slice, so the question if all should find it is left out.
+/// With a control daemon for each slice, only CUDA programs with a slice find a control daemon, so `setup` does not ask if
+/// all CUDA programs should find one.
 #[test]
 fn setup_gives_each_slice_a_control_daemon_where_a_fault_shall_stay_in_its_slice() {
     let host = fresh("h200");
@@ -412,7 +421,8 @@ fn setup_gives_each_slice_a_control_daemon_where_a_fault_shall_stay_in_its_slice
     let done = setup(&host, &["--yes", "--slices", "4", "--isolate-slices"]);
     assert!(done.status.success(), "{}", text(&done));
     assert_eq!(settings(&files(&host)["host.conf"]), per_slice);
-    // The control daemon of an older driver can't isolate slices, so the question about that is left out.
+    // The control daemon of an older driver can't isolate slices, so `setup` does not ask if a fault should stay in its
+    // slice.
     let said = answered(&fresh("tesla-p40"), "4\nn\nn\ny\n");
     assert!(said.contains("Written: ") && !said.contains("Should a fault"), "{said}");
 }
@@ -434,7 +444,8 @@ fn setup_without_a_terminal_a_driver_or_the_rights_says_so() {
         text(&dry)
     );
     assert!(files(&host).is_empty());
-    // The user may have no right to enter the program's directory, so a descriptor leads to the program.
+    // The unprivileged user may have no right to enter the directory of the program `setup`, so the script opens the program
+    // before and executes it by its descriptor.
     let script = "exec 3<\"$0\"; exec $1 /proc/self/fd/3 setup";
     let as_nobody = "setpriv --reuid=65534 --regid=65534 --clear-groups";
     let as_who = if geteuid().is_root() { as_nobody } else { "" };

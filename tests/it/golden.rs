@@ -1,22 +1,23 @@
-//! The outputs of every command on every simulated board, held against the files in tests/golden (`support/golden.rs`).
+//! The outputs of every command on every simulated board, compared with the recorded files in tests/golden
+//! (`support/golden.rs`).
 //!
 //!     UPDATE_GOLDEN=1 cargo test --test it golden:: && UPDATE_GOLDEN=1 cargo test --test it screens::
 //!
-//! writes the files again. Another subcommand is one more line in `CASES`. `tests/golden/BOARD/broken` has the same host
-//! after its first GPU has fallen off the bus. The tables of `screens.rs` are made from the JSON that is recorded here,
-//! since their widths depend on PIDs.
+//! writes the files again. To record another subcommand, add a line to `CASES`. `tests/golden/BOARD/broken` has the outputs
+//! on the same host after its first GPU has fallen off the bus. The tests of `screens.rs` make their tables from the recorded
+//! JSON, since the widths of columns depend on PIDs.
 //!
-//! A value that differs from run to run is replaced by one that reads well, since the manual shows these files; all of it
-//! is in `Normal`:
+//! A value that differs from run to run is replaced by a fixed value, since the manual shows the recorded files. `Normal`
+//! replaces these values:
 //!
 //! * The host's directory: its sysroot is `/`, its pipe and log directories are the ones of the defaults in /tmp.
 //! * PIDs: 4711, 4712, ... in the order in which an output has them.
 //! * Times: 2026-11-21 12:34:56, three minutes ago.
 //! * The generation, 2, and this program's version, 1.0.0.
 //!
-//! Events that come by chance are left out.
+//! Events that depend on timing are left out.
 //!
-//! JSON must be printed one value a line, keys sorted.
+//! The commands must print JSON with one value a line and with sorted keys.
 
 use std::fs;
 use std::process::{Child, Command, Stdio};
@@ -29,8 +30,9 @@ use crate::support::golden::{Golden, is_update, unknown_directories};
 use crate::support::host::{Host, binaries, signal_pid, text};
 use crate::support::wait::wait_for;
 
-/// The name of a file without its extension, and the command with this output. Names of JSON output end in `json`. DEVICE is
-/// the second slice, CLIENT the PID of one of its clients. One host runs all of these commands, in this order.
+/// The name of each recorded file without its extension, and the command with the recorded output. The file of a JSON output
+/// has the extension `json`. In a command, DEVICE is the second slice, and CLIENT is the PID of a client of this slice. All
+/// commands of `CASES` run on one host, in this order.
 const CASES: &[(&str, &[&str])] = &[
     ("yunion-mps-daemon-check", &["yunion-mps-daemon", "--check"]),
     ("list", &["yunion-mpsctl", "list", "--json"]),
@@ -68,7 +70,7 @@ const CASES: &[(&str, &[&str])] = &[
     ("reload", &["yunion-mpsctl", "reload", "--json"]),
 ];
 
-/// The commands on a host with a GPU that is lost. A recorded output may be an error, too.
+/// The commands that are recorded on a host with a lost GPU. Their recorded output may be an error.
 const BROKEN: &[(&str, &[&str])] = &[
     ("list", &["yunion-mpsctl", "list", "--json"]),
     ("list-gpus", &["yunion-mpsctl", "list", "--gpus", "--json"]),
@@ -131,7 +133,7 @@ fn board(name: &str) {
     let mut host = Host::new(name);
     host.set("TZ", "UTC");
     host.install();
-    // Variables of a user must not be in the environment that `run` shows.
+    // The environment that `run` shows must not depend on the locale of the user who runs the tests.
     host.set("LC_ALL", "C");
     host.start();
     // One board has a GPU in MIG mode that is never served. So the service may stay degraded, but all control daemons must be
@@ -172,7 +174,7 @@ fn board(name: &str) {
     );
 }
 
-/// Runs a command, at both widths if both are recorded, and holds its output.
+/// Runs a command, for 80 and for 120 columns if both are recorded, and compares its output with the recorded files.
 fn hold(
     golden: &mut Golden,
     host: &Host,
@@ -189,7 +191,7 @@ fn hold(
     golden.hold_both(file, command, &narrow, &wide);
 }
 
-/// Runs a command, which has to succeed without a complaint.
+/// Runs a command that has to succeed without output on stderr, and returns its output.
 fn printed(host: &Host, words: &[&str], columns: &str, client: &mut Option<Child>) -> String {
     let devices = host.list();
     let device = devices[1]["addr"].as_str().unwrap();
@@ -199,7 +201,7 @@ fn printed(host: &Host, words: &[&str], columns: &str, client: &mut Option<Child
     let output = command.output().unwrap();
     let text = |bytes: Vec<u8>| String::from_utf8(bytes).unwrap();
     let (said, complained) = (text(output.stdout), text(output.stderr));
-    // `doctor` returns the status of its worst finding.
+    // The exit status of `doctor` is that of its worst finding.
     let allowed: &[i32] = match words {
         [_, "doctor", ..] => &[0, 4, 5],
         // One board has a GPU that is never served, so the service is not ready there.
@@ -207,7 +209,7 @@ fn printed(host: &Host, words: &[&str], columns: &str, client: &mut Option<Child
         _ => &[0],
     };
     let status = output.status.code().filter(|status| allowed.contains(status));
-    // `slurm` warns about a GPU that is never served.
+    // The subcommand `slurm` warns on stderr about a GPU that is never served.
     let may_warn = words.contains(&"slurm");
     assert!(
         status.is_some() && (complained.is_empty() || may_warn),
@@ -223,7 +225,7 @@ fn printed(host: &Host, words: &[&str], columns: &str, client: &mut Option<Child
     said
 }
 
-/// Runs a command that may fail, and returns all its words.
+/// Runs a command that may fail, and returns its output on stdout and stderr.
 fn said(host: &Host, words: &[&str], columns: &str) -> String {
     let devices = host.list();
     let device = devices[1]["addr"].as_str().unwrap();
@@ -247,15 +249,15 @@ fn command(host: &Host, words: &[&str], columns: &str, device: &str, pid: &str) 
     command
 }
 
-/// Messages name a client's program with its path. The path of a copy has the same length in every checkout, so a
-/// message is wrapped at the same word.
+/// Copies the client's program to the simulated host, since messages name the program with its path. The path of the copy has
+/// the same length on every machine, so a message is always wrapped at the same word.
 fn own_client(host: &Host) {
     let program = host.path("bin/cuda-client");
     fs::remove_file(&program).unwrap();
     fs::copy(binaries().join("cuda-client"), &program).unwrap();
 }
 
-/// The host has one client, which computes nothing; a client that is ended is replaced by another.
+/// Makes sure that the host has one client, which computes nothing: if a command has ended the client, starts another client.
 fn ensure_client(host: &Host, device: &str, client: &mut Option<Child>) {
     if client.as_mut().is_some_and(|running| running.try_wait().unwrap().is_none()) {
         return;
@@ -269,14 +271,14 @@ fn ensure_client(host: &Host, device: &str, client: &mut Option<Child>) {
         .unwrap();
     *client = Some(started);
     host.wait_for_only_client();
-    // The service counts the client in its slice a moment after it has listed the client.
+    // The service counts a client among the clients of its slice a moment after it has listed the client.
     wait_for("the client in its slice", || {
         let expected = |name: &Value| u64::from(name == device);
         let counted =
             |found: &Value| found["max_clients"].is_null() || found["clients"] == expected(&found["addr"]);
         host.list().iter().all(counted).then_some(())
     });
-    // Before Volta the service counts the clients of a GPU, and not of its slices.
+    // On GPUs before Volta the service counts the clients of a GPU, and not the clients of its slices.
     wait_for("the client on its GPU", || {
         let gpus = host.json(&["list", "--gpus"]).unwrap();
         let clients = gpus.as_array().unwrap().iter().filter_map(|gpu| gpu["clients"].as_u64());
@@ -297,7 +299,7 @@ fn end(client: &mut Option<Child>) {
     }
 }
 
-/// Replaces what differs from run to run in one output.
+/// Replaces the values in one output that differ from run to run.
 struct Normal {
     root: String,
     pids: std::cell::RefCell<Vec<String>>,
@@ -315,7 +317,7 @@ impl Normal {
         Self { root, pids: std::cell::RefCell::default() }
     }
 
-    /// 4711 for the first PID, 4712 for the second.
+    /// Replaces PIDs: 4711 stands for the first PID of an output, 4712 for the second.
     fn pid(&self, pid: &str) -> String {
         let mut pids = self.pids.borrow_mut();
         let known = pids.iter().position(|known| known == pid);
@@ -326,7 +328,7 @@ impl Normal {
         (4711 + index).to_string()
     }
 
-    /// Any text outside of a table's special columns.
+    /// Replaces the values that differ from run to run in plain text.
     fn prose(&self, text: &str) -> String {
         let text = text.replace(&format!("{}/sysroot", self.root), "");
         let text = text.replace(&format!("{}/mps", self.root), "/tmp/nvidia-mps");
@@ -334,7 +336,7 @@ impl Normal {
         let text = text.replace(&self.root, "");
         let text =
             replace(&text, r"[0-9]{4}-[0-9]{2}-[0-9]{2} [0-9]{2}:[0-9]{2}:[0-9]{2}", |_| MOMENT.into());
-        // In a column, the text after the age must begin at the same place, whatever the length of the age.
+        // The text after an age such as `(3 s ago)` in a table must begin in the same column, whatever the length of the age.
         let text = replace(&text, r"\([0-9]+ (?:s|min|h|days?) ago\)( *)", |found| {
             format!("({AGE} ago){}", if found[1].is_empty() { "" } else { "  " })
         });
@@ -372,8 +374,8 @@ impl Normal {
     fn value(&self, key: &str, value: &mut Value) {
         match value {
             Value::Object(fields) => fields.iter_mut().for_each(|(key, value)| self.value(key, value)),
-            // Two events depend on timing, so they are removed: a lost GPU may also be noticed by its compute mode, and a look
-            // may happen while `probe` holds the memory of a whole slice.
+            // Two events depend on timing, so they are left out: the service may also notice a lost GPU when it reads the
+            // compute mode, and may check the memory of clients while `probe` has the memory of a whole slice.
             Value::Array(events) if key == "events" => {
                 let by_chance =
                     |text: &str| ["GPU is lost", " its budget"].iter().any(|words| text.contains(words));

@@ -1,5 +1,5 @@
-//! Clients in containers of the platform's guests, as the present host agent makes them: it mounts the whole pipe directory,
-//! gives the container no name of a slice, and records which container has which device.
+//! Clients in containers of the Yunion platform's guests, as the platform's present host agent makes them: the agent mounts
+//! the whole pipe directory, gives the container no name of a slice, and records which container has which device.
 
 use std::fs::{self, Permissions};
 use std::os::unix::fs::{PermissionsExt, chown};
@@ -17,19 +17,19 @@ use crate::support::listener::Listener;
 use crate::support::skip::{root_or_skip, skip};
 use crate::support::wait::wait_for;
 
-/// The slices of the board `h200`: 35942 MiB and 12 clients each.
+/// The names of slices of the board `h200`, each of which has 35942 MiB of memory and at most 12 clients.
 const OWN: &str = "00:06.0-1";
 const NEIGHBOURS: &str = "00:06.0-2";
 
 const NAMES: [&str; 3] = ["train-1", "main", "vision"];
 
-/// A host of the platform, with the records of its agent.
+/// A host of the Yunion platform, with the records of the platform's host agent.
 struct Platform {
     host: Host,
 }
 
 impl Platform {
-    /// None if no control group can be made, or if mounts prove nothing on this machine.
+    /// Returns None if the tests do not run as root, or if no control group can be made.
     fn with(test: &str, lines: &str) -> Option<(Self, ContainerGroup)> {
         Self::on("h200", test, lines)
     }
@@ -49,7 +49,7 @@ impl Platform {
         Some((Self { host }, group))
     }
 
-    /// Writes down that the first container of a guest has this device, or these devices with commas.
+    /// Writes a record of the host agent: the container of a guest has this device, or several devices, separated by commas.
     fn record(&self, guest: &str, container: &ContainerGroup, device: &str) {
         let containers = json!({"c-1": {"id": "c-1", "index": 0, "cri_id": container.id}});
         self.write(guest, "containers", &containers.to_string());
@@ -97,7 +97,7 @@ impl Platform {
     }
 }
 
-/// A guest as the agent describes it, with the parts that matter here, and a secret that must not be shown.
+/// The host agent's description of a guest, with the keys that the service reads, and with a secret that no output may show.
 fn description(guest: &str, device: &str) -> Value {
     let of =
         |device| json!({"isolated_device": {"addr": device, "path": "GPU-1", "device_type": "NVIDIA_MPS"}});
@@ -118,7 +118,8 @@ fn known(listed: &Value) -> [&str; 2] {
     ["device", "known_by"].map(|key| listed[key].as_str().unwrap_or_default())
 }
 
-/// A client has the slice and the names in the records in all outputs, no matter what its environment says.
+/// All outputs show a client with the slice and the names from the host agent's records, no matter what the client's
+/// environment says.
 #[test]
 fn a_client_of_a_guest_is_known_by_the_records_of_the_host_agent() {
     let test = "a_client_of_a_guest_is_known_by_the_records_of_the_host_agent";
@@ -146,7 +147,7 @@ fn a_client_of_a_guest_is_known_by_the_records_of_the_host_agent() {
         samples.keys().find(|key| key.contains(&labels) && key.contains("project=vision")).cloned()
     });
 
-    // Ending the work of the slice ends the work of both clients.
+    // `terminate --device` for a slice ends the GPU work of both clients of the slice.
     let released = host.mpsctl(&["terminate", "--device", OWN]);
     let said = text(&released);
     assert!(released.status.success() && said.contains("of guest train-1, slice 00:06.0-1"), "{said}");
@@ -158,7 +159,7 @@ fn a_client_of_a_guest_is_known_by_the_records_of_the_host_agent() {
     assert!(!log.contains("hunter2"), "{log}");
 }
 
-/// The messages about ended work and about a fault name the guest.
+/// The service's messages about ended GPU work and about a fault name the guest of the client.
 #[test]
 fn people_read_of_guests_when_their_work_ends() {
     let test = "people_read_of_guests_when_their_work_ends";
@@ -183,7 +184,7 @@ fn people_read_of_guests_when_their_work_ends() {
     assert!(log.contains(&format!("the stop ends the work of 1 client: {words}")), "{log}");
 }
 
-/// A budget also holds for the containers of a host agent that knows nothing of slices.
+/// The memory budget of a slice also holds for containers of a host agent that does not support slices.
 #[test]
 fn the_newest_client_of_a_guest_over_its_budget_is_ended() {
     let test = "the_newest_client_of_a_guest_over_its_budget_is_ended";
@@ -203,8 +204,8 @@ fn the_newest_client_of_a_guest_over_its_budget_is_ended() {
 }
 
 /// A user who owns a control group (a unit with Delegate=) makes other control groups in it, and gives one the name of
-/// another tenant's container. The user's program does not count as that guest's client, the guest keeps its work, and the
-/// guest's runtime can bind its slice.
+/// another tenant's container. The user's program does not count as a client of the other tenant's guest, the GPU work of the
+/// guest goes on, and the guest's container runtime can bind the slice of the guest.
 #[test]
 fn a_control_group_of_a_users_is_no_guest_whatever_its_name_is() {
     let test = "a_control_group_of_a_users_is_no_guest_whatever_its_name_is";
@@ -233,8 +234,8 @@ fn a_control_group_of_a_users_is_no_guest_whatever_its_name_is() {
     wait_for("no process in the control group", || fs::remove_dir(&delegated).ok());
 }
 
-/// The records name a container for a slice, and root binds another control group to that slice: from then on the other
-/// control group has the slice.
+/// The host agent's records name a container for a slice, and root binds another control group to that slice: from then on
+/// the control group that root has bound has the slice.
 #[test]
 fn root_takes_a_slice_from_a_container_that_the_records_name() {
     let test = "root_takes_a_slice_from_a_container_that_the_records_name";
@@ -252,14 +253,15 @@ fn root_takes_a_slice_from_a_container_that_the_records_name() {
     assert!(alive(client.id()));
 }
 
-/// A record that another user can write, or that can't be read, has no effect: the client only has its own claim.
+/// A record of the host agent that another user can write, or that can't be read, has no effect: the service knows only the
+/// slice that the client claims in its environment.
 #[test]
 fn bad_records_are_not_believed() {
     let test = "bad_records_are_not_believed";
     let Some((platform, group)) = Platform::with(test, "") else { return };
     let client = platform.client(&group, &["hold", "600"], Some(NEIGHBOURS));
-    // The service has looked at the client while there were no records. So its container is not bound to the slice of a good
-    // record.
+    // The service has identified the client while there were no records. So a later valid record does not bind the client's
+    // container to a slice.
     wait_for("a look", || (platform.clients_of(NEIGHBOURS) == 1).then_some(()));
     let servers = platform.host.path("servers");
     let is_claimed = |what: &str| {
@@ -292,11 +294,12 @@ fn bad_records_are_not_believed() {
     platform.record("u-2", &group, NEIGHBOURS);
     is_claimed("a container of two guests");
     fs::remove_dir_all(servers.join("u-2")).unwrap();
-    // The newest host agent records only the GPU and no slice. The client was already looked at before this record.
+    // The newest host agent records only the GPU and no slice. The service has identified the client before the host agent
+    // wrote the record.
     platform.record("u-1", &group, "00:06.0");
     let listed = platform.listed(&client);
     assert_eq!((known(&listed), names(&listed)), (["00:06.0", "platform"], NAMES), "{listed:#}");
-    // The client may have any slice of that GPU, so the request is refused for each of these slices.
+    // The client may have any slice of the recorded GPU, so the service refuses to end the GPU work of each of these slices.
     for slice in [OWN, NEIGHBOURS] {
         let refused = platform.host.mpsctl(&["terminate", "--device", slice]);
         let said = text(&refused);
@@ -305,7 +308,8 @@ fn bad_records_are_not_believed() {
     assert!(alive(client.id()));
 }
 
-/// An invalid record gives no slice, and the container is bound as soon as its record is valid.
+/// The service binds a container to no slice while the host agent's record of the container is invalid, and binds the
+/// container as soon as the record is valid.
 #[test]
 fn bad_records_bind_nobody() {
     let test = "bad_records_bind_nobody";
@@ -361,7 +365,7 @@ fn bad_records_bind_nobody() {
         let free = || bound().is_empty() && platform.clients_of(OWN) == 0;
         wait_for("a free slice", || free().then_some(()));
     }
-    // The tenant has chosen these names, with control characters for the terminals of administrators.
+    // A tenant has chosen the names of the guest, with control characters that would act on the terminals of administrators.
     let Some(group) = ContainerGroup::of_a_guest() else { unreachable!() };
     platform.record("u-1", &group, OWN);
     let names = format!("\\u001b[2J\\n{}", "x".repeat(300));
@@ -373,8 +377,8 @@ fn bad_records_bind_nobody() {
     assert!(!platform.host.log().contains('\u{1b}'), "{}", platform.host.log());
 }
 
-/// The newest agent names a GPU, and no slice. So each container gets the lowest free slice of that GPU with its first
-/// client, and has this slice until the container ends.
+/// The newest host agent records only the GPU of a container, and no slice. So each container gets the lowest free slice of
+/// the recorded GPU when its first client comes, and has this slice until the container ends.
 #[test]
 fn a_container_with_a_gpu_in_the_records_gets_a_free_slice() {
     let test = "a_container_with_a_gpu_in_the_records_gets_a_free_slice";
@@ -404,7 +408,7 @@ fn a_container_with_a_gpu_in_the_records_gets_a_free_slice() {
         platform.host.list().into_iter().map(|device| device["bound_to"].clone()).collect()
     };
     assert_eq!(bound(&platform), ["train-1/main", "train-1/main", "", ""]);
-    // The memory of all clients counts for the budget, so the newest client is ended.
+    // The memory of all clients of a container counts for the budget of its slice, so the service ends the newest client.
     let mut new = hold(&platform, &group, "20000");
     let status = wait_for("the end of the newest", || new.try_wait().unwrap());
     assert_eq!(status.code(), Some(4), "CUDA error 810");
@@ -412,14 +416,16 @@ fn a_container_with_a_gpu_in_the_records_gets_a_free_slice() {
     old.end();
     drop(group);
     wait_for("a free slice", || (bound(&platform) == ["", "train-1/main", "", ""]).then_some(()));
-    // A binding by root replaces a binding by the records. A host agent that binds by itself does the same.
+    // A binding by root replaces a binding from the host agent's records. A host agent that calls Bind itself also replaces
+    // such a binding.
     let pid = neighbour.id().to_string();
     succeeded(&platform.host.mpsctl(&["bind", "00:06.0-3", "--pid", &pid, "--label", "main of train-1"]));
     assert_eq!(bound(&platform), ["", "", "", "main of train-1"]);
     assert_eq!(known(&platform.listed(&neighbour)), ["00:06.0-3", "bound"]);
 }
 
-/// A container with slices of several GPUs is bound to one slice of each GPU, and each of these is known from the beginning.
+/// A container with slices of several GPUs is bound to its recorded slice of each of these GPUs, and the service knows each
+/// slice from the beginning.
 #[test]
 fn a_container_has_its_recorded_slice_of_each_gpu() {
     let test = "a_container_has_its_recorded_slice_of_each_gpu";
@@ -447,7 +453,8 @@ fn a_container_has_its_recorded_slice_of_each_gpu() {
     }
 }
 
-/// A tenant makes control groups and environments in the container, and no slice of another tenant changes.
+/// A tenant makes control groups and chooses environments in its own container, and can't change the slices of another tenant
+/// thereby.
 #[test]
 fn a_tenant_is_in_no_container_of_another_guest() {
     let test = "a_tenant_is_in_no_container_of_another_guest";

@@ -1,8 +1,9 @@
-//! Compares the world of the core's tests with real programs: the same scripts are played in the world
-//! (`tests/world/src/scripted.rs`) and on a simulated host with the shipped programs, or with NVIDIA's own control daemons.
-//! After each step both must show the same.
+//! Compares the "world", the model of a host in the core's tests, with real programs: the same scripts of random steps run in
+//! the world (`tests/world/src/scripted.rs`) and on a simulated host with the shipped programs, or with NVIDIA's own control
+//! daemons. After each step the world and the host must show the same state.
 //!
-//! `HOST_HISTORIES` says how many are tried, `HISTORY_SEED` where they begin, and `HISTORY_STEPS` how many deeds each has.
+//! `HOST_HISTORIES` is the number of scripts to try, `HISTORY_SEED` the seed of the first script, and `HISTORY_STEPS` the
+//! number of steps of each script.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
@@ -22,16 +23,16 @@ use crate::support::slice::inode;
 use crate::support::wait::wait_for;
 use core_world::scripted::{ClientNumber, DEEDS, Deed, SCRIPTS, Script, Seen, SeenDaemon, gpu};
 
-/// The histories of `make test` with each of NVIDIA's control daemons.
+/// The number of histories that `make test` tries with each of NVIDIA's control daemons.
 const WITH_NVIDIAS: u64 = 3;
 
 /// The number of hosts that run at the same time. Each host waits most of the time.
 const HOSTS: usize = 3;
 
-/// The time until a host shows what the world shows. The time is reached only if something is broken.
+/// The longest time until a host shows the state that the world shows. A host needs this time only if something is broken.
 const DEADLINE: Duration = Duration::from_secs(120);
 
-/// The pause between two looks.
+/// The pause between two comparisons of the host with the world.
 const PAUSE: Duration = Duration::from_millis(50);
 
 /// The world's name of each GPU, its address, and its render node.
@@ -41,18 +42,18 @@ const GPUS: [(&str, &str, u32); 3] = [("A", "1b:00.0", 128), ("B", "2d:00.0", 12
 struct Guest {
     program: Client,
     stays: bool,
-    /// The server to which the client has connected.
+    /// The PID of the server to which the client has connected.
     server: u32,
 }
 
 /// A host on which the steps of a script are played.
 struct Twin {
-    // The guests are dropped before the host, since the host ends what it has started.
+    // `guests` is dropped before `host`, since the host ends all of its processes when it is dropped.
     guests: BTreeMap<ClientNumber, Guest>,
     host: Host,
-    /// By UUID, the world's names of the GPUs.
+    /// The world's name of each GPU, by the GPU's UUID.
     names: BTreeMap<String, &'static str>,
-    /// All clients that ever came, by PID.
+    /// The world's numbers of all clients that were ever started, by PID.
     numbers: BTreeMap<u32, ClientNumber>,
     is_up: bool,
 }
@@ -77,7 +78,7 @@ impl Twin {
         Self { guests, host, names, numbers, is_up: false }
     }
 
-    /// Does something. The host may need a while until it shows all of it.
+    /// Does something. Plays a step of the script on the host, which may need a while until it shows all effects of the step.
     fn play(&mut self, deed: &Deed, before: &Seen) {
         match deed {
             Deed::Reload { is_shared, gpus, thread_percentage } => {
@@ -149,8 +150,8 @@ impl Twin {
         }
     }
 
-    /// `cuda-client` in the first slice of a GPU. The environment of the program is like a container's, and needs no service
-    /// that could be asked for it.
+    /// `cuda-client` in the first slice of a GPU. The test writes the program's environment itself, like that of a container,
+    /// since the service may not run and can't be asked for the environment.
     fn program(&self, gpu: &str, arguments: &[&str]) -> Command {
         let mut command = self.host.program(arguments);
         let (uuid, _) = self.names.iter().find(|(_, name)| **name == gpu).unwrap();
@@ -177,8 +178,7 @@ impl Twin {
         assert_eq!(status.code(), Some(4), "the culprit was no client");
     }
 
-    /// A server ends, and its clients with it: until the clients have ended, the simulator lets no other server open their
-    /// GPUs.
+    /// Waits until a server and its clients have ended: until then the simulator lets no other server open their GPUs.
     fn end_with(&mut self, server: u32) {
         wait_for("the server's end", || (!alive(server)).then_some(()));
         self.guests.retain(|_, guest| guest.server != server);
@@ -196,7 +196,7 @@ impl Twin {
         self.host.path("mps/pipe/slices")
     }
 
-    /// The processes on a GPU, each with its kind.
+    /// The PIDs of the processes on a GPU, each with the kind of the process, such as client or server.
     fn processes_on(&self, gpu: &str) -> Vec<(u32, String)> {
         let place = GPUS.iter().position(|(name, ..)| *name == gpu).unwrap();
         let entries = fs::read_dir(self.host.path(&format!("gpus/{place}/processes")));
@@ -213,7 +213,7 @@ impl Twin {
         all.into_iter().find(|(_, kind)| kind == "server").map(|(pid, _)| pid)
     }
 
-    /// The control daemons of the state file that run, by id.
+    /// The running control daemons that the state file records, by their ids.
     fn running(&self) -> BTreeMap<String, Running> {
         let Ok(bytes) = fs::read(self.host.path("run/state.json")) else { return BTreeMap::new() };
         let state: Value = serde_json::from_slice(&bytes).unwrap();
@@ -241,7 +241,7 @@ impl Twin {
         self.host.nothing_runs();
     }
 
-    /// All that the host shows, or the reason why it is not at rest.
+    /// The state that the host shows, or the reason why the state is still changing.
     fn look(&mut self) -> Result<Seen, String> {
         self.tidy_up();
         let running = self.running();
@@ -280,7 +280,7 @@ impl Twin {
         Ok(seen)
     }
 
-    /// Adds what is published. The published state has to be about the processes that run.
+    /// Adds what is published. The state that the service publishes must name only processes that run.
     fn add_published(&self, seen: &mut Seen, running: &BTreeMap<String, Running>) -> Result<(), String> {
         let published = self.host.json(&["status"]).ok_or("the service does not answer")?;
         let name = |id: &str| self.names.get(id).map_or_else(|| id.to_owned(), |name| (*name).to_owned());
@@ -317,7 +317,7 @@ impl Twin {
         Ok(())
     }
 
-    /// The clients that were ever reported as hit.
+    /// The clients that the service's log has ever reported as hit by a fault.
     fn told(&self) -> BTreeSet<ClientNumber> {
         let (line, pid) =
             (Regex::new("clients that were hit: .*").unwrap(), Regex::new(r"PID (\d+)").unwrap());
@@ -326,7 +326,7 @@ impl Twin {
         hit.map(|pid| self.numbers[&pid[1].parse().unwrap()]).collect()
     }
 
-    /// Waits until the host shows what the world shows, in two looks one after the other.
+    /// Waits until the host shows the state that the world shows, twice in succession.
     fn shows(&mut self, expected: &Seen) -> Result<(), String> {
         let begun = Instant::now();
         let mut same = 0;
@@ -345,7 +345,7 @@ impl Twin {
     }
 }
 
-/// A control daemon in the state file.
+/// A control daemon that is recorded in the state file.
 struct Running {
     pid: u32,
     gpus: Vec<&'static str>,
@@ -356,7 +356,7 @@ fn address(name: &str) -> &'static str {
     GPUS.iter().find(|(gpu, ..)| *gpu == name).unwrap().1
 }
 
-/// The directory of a slice.
+/// The name of the directory of a slice.
 fn directory_name(slice: &str) -> String {
     let (name, ordinal) = slice.split_once('-').unwrap();
     format!("{}-{ordinal}", address(name).replace(':', "_"))
@@ -371,7 +371,7 @@ fn number(name: &str) -> Option<u64> {
     Some(text.parse().unwrap_or_else(|_| panic!("{name}={text} is no number")))
 }
 
-/// Plays the same script in the world and on a host. The error says where the two differ.
+/// Plays the same script in the world and on a host. The error says where the world and the host differ.
 fn play(seed: u64, control_daemon: Option<(&str, &Path)>) -> Result<(), String> {
     let mut script = Script::new(seed, control_daemon.is_none());
     let mut twin = Twin::new(control_daemon);
@@ -395,7 +395,7 @@ fn play(seed: u64, control_daemon: Option<(&str, &Path)>) -> Result<(), String> 
     Ok(())
 }
 
-/// Tries so many histories, several at a time.
+/// Tries this number of histories, several at a time.
 fn try_all(test: &str, histories: u64, control_daemon: Option<(&str, &Path)>) {
     let first = number("HISTORY_SEED").unwrap_or(1);
     let most = number("HOST_HISTORIES").unwrap_or(histories);

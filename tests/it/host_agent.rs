@@ -1,5 +1,5 @@
-//! The Go package in docs/host-agent, built with Debian's Go and godbus: what it sees is what the service publishes, on
-//! every board; it follows changes, and finds its way from a pod to the bus of the host.
+//! The Go package in docs/host-agent, built with Debian's Go and godbus: on every board the package reads the values that the
+//! service publishes, notices their changes, and connects from a pod to the bus of the host.
 
 use std::fs::{self, File};
 use std::path::{Path, PathBuf};
@@ -22,7 +22,7 @@ const PAGE: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/docs/host-agent.md");
 /// Where golang-dbus-dev has it.
 const GODBUS: &str = "/usr/share/gocode/src/github.com/godbus/dbus";
 
-/// A file that the tests build, next to cargo's files.
+/// The path of a file that the tests build, in cargo's target directory.
 fn built(name: &str) -> PathBuf {
     let directory = Path::new(env!("CARGO_TARGET_TMPDIR")).join("host-agent");
     fs::create_dir_all(&directory).unwrap();
@@ -36,7 +36,7 @@ fn succeeded(command: &mut Command) -> String {
     String::from_utf8(output.stdout).unwrap()
 }
 
-/// `go` in the package, without network: godbus is Debian's.
+/// The command `go` in the directory of the Go package, without network, with Debian's godbus.
 fn go(arguments: &[&str]) -> Command {
     static MODULE: OnceLock<PathBuf> = OnceLock::new();
     let module = MODULE.get_or_init(|| {
@@ -55,7 +55,7 @@ fn go(arguments: &[&str]) -> Command {
     without_network(command)
 }
 
-/// A command in the package's directory that uses no files of the user.
+/// Makes a command run in the Go package's directory without files of the user who runs the tests.
 fn without_network(mut command: Command) -> Command {
     command.current_dir(PACKAGE).env("GOCACHE", built("cache")).env("GOPATH", built("path"));
     command
@@ -65,7 +65,7 @@ fn without_network(mut command: Command) -> Command {
     command
 }
 
-/// The agent that comes with the package, built as the page says for a machine without network.
+/// The program `mps-agent` of the Go package, built as its page describes for a machine without network.
 fn agent() -> &'static Path {
     static AGENT: OnceLock<PathBuf> = OnceLock::new();
     AGENT.get_or_init(|| {
@@ -77,7 +77,7 @@ fn agent() -> &'static Path {
         let script = words.join("\n").replace("-o mps-agent", &format!("-o '{}'", agent.display()));
         let script = script.replace("/tmp/host-agent.mod", built("page.mod").to_str().unwrap());
         let mut shell = without_network(Command::new("sh"));
-        // Without cgo the program runs on any machine, and in a root directory without a C library.
+        // The test builds `mps-agent` without cgo, so that it runs in a root directory without a C library.
         succeeded(shell.args(["-euc", &script]).env("CGO_ENABLED", "0"));
         agent
     })
@@ -87,7 +87,7 @@ fn run(host: &Host, arguments: &[&str]) -> Output {
     host.command(agent()).args(arguments).output().unwrap()
 }
 
-/// The JSON that the agent prints.
+/// The JSON that the program `mps-agent` prints with these arguments.
 fn printed(host: &Host, arguments: &[&str]) -> Value {
     serde_json::from_str(&succeeded(host.command(agent()).args(arguments))).unwrap()
 }
@@ -99,7 +99,7 @@ fn it_is_formatted_vetted_and_its_own_tests_pass() {
     succeeded(&mut go(&["test", "./..."]));
 }
 
-/// The test above compiles the Go code in the page.
+/// `go test` compiles `example_test.go`, which must contain the Go code in the page.
 #[test]
 fn the_examples_of_the_page_are_compiled() {
     let page = fs::read_to_string(PAGE).unwrap();
@@ -112,7 +112,7 @@ fn the_examples_of_the_page_are_compiled() {
     }
 }
 
-/// Other tests run each of the program's commands.
+/// The page must name every command of `mps-agent`. Other tests run these commands.
 #[test]
 fn the_page_has_every_command_of_the_program() {
     let page = fs::read_to_string(PAGE).unwrap();
@@ -127,14 +127,15 @@ fn the_page_has_every_command_of_the_program() {
     }
 }
 
-/// Every row has every key, and no other key. The published values may change meanwhile.
+/// Checks that `mps-agent probe` prints exactly the rows that the service publishes. The check is repeated if the published
+/// values change during the check.
 #[track_caller]
 fn assert_sees_what_is_published(host: &Host) -> Value {
     wait_for("nothing changes for a moment", || {
         let published = || json!({"slices": host.busctl("ListDevices"), "gpus": host.busctl("ListGpus")});
         let before = published();
         let seen = printed(host, &["probe"]);
-        // The executor of the platform prints the same lists.
+        // `yunion-mpsctl list --json`, which the platform's executor runs, prints the same lists.
         let listed = json!({"slices": host.list(), "gpus": host.json(&["list", "--gpus"]).unwrap()});
         (before == published()).then(|| {
             assert_eq!(seen, before);
@@ -144,7 +145,7 @@ fn assert_sees_what_is_published(host: &Host) -> Value {
     })
 }
 
-/// Removes the fields that differ from run to run and from host to host.
+/// Removes the fields of the rows that differ from run to run and from host to host.
 fn lasting(rows: &Value) -> Value {
     let mut rows = rows.clone();
     for row in rows.as_array_mut().unwrap() {
@@ -171,7 +172,7 @@ fn every_value(board: &str) {
         let golden: Value = serde_json::from_str(&fs::read_to_string(golden).unwrap()).unwrap();
         assert_eq!(lasting(&seen[rows]), lasting(&golden), "{board}: {rows}");
     }
-    // A GPU that NVML can't read has fewer keys.
+    // The list of the service has fewer keys for a GPU that NVML can't read.
     let keys = |seen: &Value| seen["slices"][0].as_object().unwrap().len();
     host.plant("gpus/0/lost", "");
     assert!(host.call("Control.Reload").status.success());
@@ -201,7 +202,8 @@ fn it_sees_every_value_of_the_mixed_host() {
     every_value("mixed");
 }
 
-/// The rows of the platform's own guide, as the platform's agent uploads them before and after the change of July 2026.
+/// The rows that `mps-agent probe` prints have the values in the platform's own guide, in the forms that the platform's host
+/// agent uploads before and since its change of July 2026.
 #[test]
 fn both_shapes_are_the_platforms() {
     let mut host = Host::serving("tesla-p40");
@@ -229,7 +231,7 @@ fn both_shapes_are_the_platforms() {
     assert_eq!(host.stop().code(), Some(0));
 }
 
-/// `mps-agent watch`, with all that it has printed.
+/// A running `mps-agent watch`, and the file with its output.
 struct Watch {
     process: Client,
     shown: PathBuf,
@@ -243,12 +245,12 @@ impl Watch {
         Self { process: Client::start(&mut command), shown }
     }
 
-    /// Waits until the last line satisfies `holds`.
+    /// Waits until the last line that `mps-agent watch` has printed satisfies `holds`.
     #[track_caller]
     fn wait(&self, what: &str, holds: impl Fn(&Value) -> bool) {
         wait_for(what, || {
             let shown = fs::read_to_string(&self.shown).unwrap();
-            // The text after the last line feed is a line that is still being written.
+            // The text after the last line feed is a line that `mps-agent` is still writing.
             let last = shown.rsplit('\n').nth(1)?;
             holds(&serde_json::from_str(last).unwrap()).then_some(())
         });
@@ -292,7 +294,8 @@ fn it_follows_every_change_and_every_restart() {
     host.start();
     watch.wait("the service is back", |seen| healthy(seen, 2));
 
-    // The drain causes only one signal. The test then waits until the end of the service is noticed.
+    // The drain causes only one D-Bus signal. After the drain the test kills the service and waits until `mps-agent watch`
+    // shows the end of the service.
     let drained = |seen: &Value| seen["slices"][0]["drained"] == true && seen["slices"][1]["healthy"] == true;
     assert!(host.mpsctl(&["drain", "00:06.0-0"]).status.success());
     watch.wait("a drained slice", drained);
@@ -312,7 +315,8 @@ fn it_follows_every_change_and_every_restart() {
     assert_eq!(host.stop().code(), Some(0));
 }
 
-/// The settings of a container, in the words of the way without D-Bus, where the variables have no order.
+/// The container settings that `mps-agent config` prints, in the form of `yunion-mpsctl env --format json`, where the
+/// variables have no order.
 fn config(host: &Host, names: &[&str]) -> Value {
     let arguments = [&["config"], names].concat();
     let mut config = printed(host, &arguments);
@@ -386,7 +390,7 @@ fn releasing_a_container_spares_its_neighbours() {
     let released = run(&scene.host, &["release", &container.id]);
     assert!(released.status.success(), "{}", text(&released));
     assert_terminated(victim);
-    // No client of the container runs any more. The second release is no error.
+    // No client of the container runs any more, and releasing the container a second time is no error.
     assert!(run(&scene.host, &["release", &container.id]).status.success());
     assert!(scene.bystander_survives());
     let refused = run(&scene.host, &["release", "4711"]);
@@ -397,8 +401,8 @@ fn releasing_a_container_spares_its_neighbours() {
     );
 }
 
-/// Runs a script as PID 1 of a simulated host that has the bus at its usual path, as far as the kernel allows: the script has
-/// PIDs and mounts of its own.
+/// Runs a script as PID 1 of a simulated host that has the D-Bus socket at its usual path: the script runs in new PID and
+/// mount namespaces.
 fn as_pid_1_of_a_host(host: &Host, script: &str) -> Output {
     let bus = host.bus_address();
     let socket = bus.strip_prefix("unix:path=").unwrap();
@@ -418,7 +422,7 @@ fn a_pod_with_the_hosts_pids_finds_the_bus_behind_pid_1() {
         return;
     }
     let mut host = Host::serving("h200");
-    // The pod has a root directory of its own, which contains only the agent, and mounts of its own.
+    // The simulated pod has its own root directory, which contains only `mps-agent`, and its own mount namespace.
     let pod = |enter: &str| {
         as_pid_1_of_a_host(
             &host,
@@ -466,7 +470,8 @@ fn a_pod_without_the_hosts_pids_finds_the_bus_in_a_mount() {
     assert_eq!(host.stop().code(), Some(0));
 }
 
-/// The platform's executor gives a command these two variables and nothing else; the bus is at its place, as on a host.
+/// The platform's executor gives a command only two environment variables, and yunion-mpsctl finds the D-Bus socket at its
+/// usual path without a variable.
 #[test]
 fn a_command_of_the_executor_needs_no_variable() {
     if !root_or_skip("a_command_of_the_executor_needs_no_variable") {
@@ -488,7 +493,7 @@ fn a_command_of_the_executor_needs_no_variable() {
     assert_eq!(host.stop().code(), Some(0));
 }
 
-/// The blocks of one kind in the guide's two languages, without comments.
+/// The code blocks of one language in the Chinese and in the English part of guide.md, without comments.
 fn guide(language: &str) -> [String; 2] {
     let guide = fs::read_to_string(Path::new(PACKAGE).join("guide.md")).unwrap();
     let (chinese, english) = guide.split_once("## English").unwrap();
@@ -516,7 +521,7 @@ fn the_guide_for_the_platform_makes_a_host_serve() {
     host.start();
     for command in english.lines().filter_map(|line| line.strip_prefix("yunion-mpsctl ")) {
         let words: Vec<&str> = command.split(' ').collect();
-        // The service may not be on the bus yet when the first command runs, so the command is repeated.
+        // The service may not be on the bus yet when the first command of the guide runs, so the test repeats the command.
         wait_for(command, || host.mpsctl(&words).status.success().then_some(()));
     }
     assert_eq!(host.list().len(), 4);

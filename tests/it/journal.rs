@@ -1,4 +1,4 @@
-//! The kinds of messages: their ids in the source, in the catalogs and on the page are the same.
+//! The message ids of the journal are the same in the source, in the message catalogs and in docs/journal.md.
 
 use std::collections::BTreeSet;
 use std::fs;
@@ -19,7 +19,7 @@ fn read(path: &str) -> String {
     fs::read_to_string(source(path)).unwrap()
 }
 
-/// The ids in a text, each of which this pattern finds with its surroundings.
+/// The message ids in a text, found by a pattern in which ID stands for the id.
 fn ids(pattern: &str, text: &str) -> Vec<String> {
     let pattern = Regex::new(&pattern.replace("ID", "([0-9a-f]{32})")).unwrap();
     let mut ids: Vec<String> = pattern.captures_iter(text).map(|found| found[1].to_owned()).collect();
@@ -38,7 +38,8 @@ fn source_catalogs_and_page_have_the_same_ids() {
     assert_eq!(ids("(?m)^\\| `ID` \\|", &read("docs/journal.md")), known);
 }
 
-/// A field that no message has would make the explanation incomplete.
+/// The catalogs use only journal fields that docs/journal.md describes: with an unknown field the text of a message would
+/// have a gap.
 #[test]
 fn catalogs_name_fields_that_the_page_explains() {
     let page = read("docs/journal.md");
@@ -68,15 +69,15 @@ fn journalctl_takes_the_catalogs() {
         command.arg(format!("--root={}", root.path().display())).arg(argument).env("LC_ALL", "C");
         let output = command.output().unwrap();
         assert!(output.status.success(), "{argument}: {}", text(&output));
-        // journalctl reports a bad entry only on standard error, and exits with 0.
+        // journalctl reports a bad entry of a message catalog only on standard error, and exits with 0.
         assert!(output.stderr.is_empty(), "{argument}: {}", text(&output));
         text(&output)
     };
     journalctl("--update-catalog");
     let listed = journalctl("--list-catalog");
     assert_eq!(ids("(?m)^ID yunion-mps-daemon: ", &listed), ids("=> \"ID\"", &read("src/message.rs")));
-    // journalctl shows the Chinese texts only in a Chinese locale, which the machine may lack. So the test reads the
-    // database.
+    // journalctl shows the Chinese texts only in a Chinese locale, which the machine may lack. So the test looks for the
+    // Chinese texts in the catalog's database.
     let database = fs::read(root.path().join("var/lib/systemd/catalog/database")).unwrap();
     let database = String::from_utf8_lossy(&database);
     for subject in read("packaging/journal/yunion-mps-daemon.zh_CN.catalog").lines() {

@@ -1,5 +1,5 @@
-//! The JSON of the commands, held against its documentation in docs/schemas and docs/json.md: no key without a description,
-//! and no description without a key.
+//! Compares the JSON that the commands print with its documentation in docs/schemas and docs/json.md: every key has a
+//! description, and every description has a key.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
@@ -17,7 +17,7 @@ use crate::support::schema::{directory, strict};
 use crate::support::service::Service;
 use crate::support::snapshot::{P40, p40_board};
 
-/// The keys that no recorded document has, each with the test that has it.
+/// The keys that no recorded JSON document in tests/golden has. For each of these keys another test sees a document with it.
 const ELSEWHERE: [(&str, &[&str]); 6] = [
     ("check", CHECK),
     ("clients", &["[].container", "[].container_id", "[].guest", "[].label", "[].project"]),
@@ -57,7 +57,7 @@ fn schemas() -> BTreeSet<String> {
     files.map(|file| file.file_stem().unwrap().to_str().unwrap().to_owned()).collect()
 }
 
-/// The recorded documents, by the schema that is for them.
+/// Collects the recorded JSON documents in a directory, by the name of the schema that describes them.
 fn recorded(directory: &Path, found: &mut BTreeMap<String, Vec<Value>>) {
     for entry in fs::read_dir(directory).unwrap() {
         let file = entry.unwrap().path();
@@ -86,7 +86,7 @@ fn every_recorded_document_is_as_documented() {
     }
 }
 
-/// The strict check of the test above does find an undocumented key.
+/// The check for undocumented keys does find such a key.
 #[test]
 #[should_panic(expected = "Additional properties are not allowed ('extra' was unexpected)")]
 fn a_key_without_documentation_is_found() {
@@ -110,7 +110,7 @@ fn differences_and_mistakes_of_a_configuration_are_as_documented() {
         host.configure(lines);
         documents.push(check(&host));
     }
-    // `yunion-mps-daemon --check` prints the same document.
+    // `yunion-mps-daemon --check --json` prints the same JSON document as `yunion-mpsctl check --json`.
     let output = host
         .command(daemon())
         .args(["--check", "--json", "--sysroot"])
@@ -134,7 +134,8 @@ fn a_container_that_was_released_is_as_documented() {
     assert_eq!(host.stop().code(), Some(0));
 }
 
-/// The first client has only the required fields, and the second client has a container too.
+/// The JSON of the first client has only the required keys, and that of the second client also has the keys about its
+/// container.
 #[tokio::test]
 async fn clients_in_containers_and_unknown_clients_are_as_documented() {
     let mut service = Service::start(p40_board()).await;
@@ -166,7 +167,7 @@ async fn clients_in_containers_and_unknown_clients_are_as_documented() {
     assert!(keys.present.contains("[].container_id") && !keys.present.contains("[].uid"), "{keys:?}");
 }
 
-/// Every schema is named on the page, and every command with JSON has one.
+/// The page docs/json.md names every schema, and every command that can print JSON has a schema.
 #[test]
 fn the_page_names_every_command_with_its_schema() {
     let page = fs::read_to_string(directory().with_file_name("json.md")).unwrap();

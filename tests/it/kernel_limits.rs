@@ -18,7 +18,7 @@ const OWN: &str = "00:06.0-1";
 const MEMORY: u64 = 35942;
 const NEIGHBOURS: &str = "00:06.0-2";
 
-/// A host that serves with driver 615, and the control groups of two containers.
+/// Starts a host that serves GPUs with driver 615, and makes the control groups of two containers.
 fn with_driver_615(test: &str, lines: &str) -> Option<(Host, [ContainerGroup; 2])> {
     let (host, groups) = with_containers(test, lines)?;
     host.plant("driver", "615.71.09\n");
@@ -32,7 +32,7 @@ fn limits_file(host: &Host, group: &ContainerGroup) -> PathBuf {
     host.path("gpus/0/memory_limits").join(name)
 }
 
-/// The hard limit of a control group in MiB, as the driver has it. None without a limit.
+/// The hard memory limit of a control group in MiB, from the driver's file. None without a limit.
 fn limit(host: &Host, group: &ContainerGroup) -> Option<u64> {
     let text = fs::read_to_string(limits_file(host, group)).ok()?;
     let (soft, hard) = text.trim().split_once(' ').unwrap();
@@ -55,7 +55,7 @@ fn limited(host: &Host, group: &ContainerGroup, wanted: Option<u64>) {
     wait_for(&format!("the limit {wanted:?}"), || (limit(host, group) == wanted).then_some(()));
 }
 
-/// True if a program of the control group gets so much memory.
+/// True if a program in the control group can allocate this much GPU memory.
 fn can_have(host: &Host, group: &ContainerGroup, mib: u64) -> bool {
     let enter = "echo $$ > \"$0/cgroup.procs\" && exec cuda-client alloc \"$1\"";
     let mut command = host.command("sh");
@@ -64,8 +64,8 @@ fn can_have(host: &Host, group: &ContainerGroup, mib: u64) -> bool {
     command.status().unwrap().success()
 }
 
-/// When Bind is answered, the kernel enforces the limit for all programs of the control group together, and for no other
-/// program.
+/// When the D-Bus method Bind returns, the kernel enforces the memory limit of the slice for all programs of the bound
+/// control group together, and for no other program.
 #[test]
 fn the_kernel_holds_the_memory_of_a_bound_control_group() {
     let test = "the_kernel_holds_the_memory_of_a_bound_control_group";
@@ -91,7 +91,7 @@ fn the_kernel_holds_the_memory_of_a_bound_control_group() {
     enforced_by(&host, OWN, "watch");
 }
 
-/// A limit that the kernel does not enforce is never shown as enforced by the kernel.
+/// The service never shows a memory limit as enforced by the kernel if the kernel has refused it.
 #[test]
 fn a_refused_limit_leaves_the_watch_and_says_why() {
     let test = "a_refused_limit_leaves_the_watch_and_says_why";
@@ -110,7 +110,7 @@ fn a_refused_limit_leaves_the_watch_and_says_why() {
         "{advice}"
     );
 
-    // The kernel no longer refuses the limit, and a reload makes the service try again.
+    // The simulated kernel no longer refuses memory limits, and a reload makes the service set the limit again.
     host.plant("gpus/0/memory_accounting", "");
     host.reload();
     enforced_by(&host, OWN, "kernel");
@@ -128,7 +128,8 @@ fn a_refused_limit_leaves_the_watch_and_says_why() {
     assert!(crate::support::host::alive(greedy.id()));
 }
 
-/// Without the kernel's controller dmem, the driver does not count memory from before the limit.
+/// Without the kernel's control group controller `dmem`, the driver does not count memory that programs allocated before the
+/// limit was set.
 #[test]
 fn memory_from_before_the_limit_is_no_limit() {
     let test = "memory_from_before_the_limit_is_no_limit";
@@ -146,7 +147,8 @@ fn memory_from_before_the_limit_is_no_limit() {
     enforced_by(&host, OWN, "kernel");
 }
 
-/// A hook of NVIDIA's container toolkit may set other limits for the container just after the hook that has bound it.
+/// A hook of NVIDIA's container toolkit may set other limits for the container just after the service's hook has bound the
+/// container.
 #[test]
 fn the_limits_of_another_hook_are_replaced_within_seconds_and_told() {
     let test = "the_limits_of_another_hook_are_replaced_within_seconds_and_told";
@@ -162,7 +164,7 @@ fn the_limits_of_another_hook_are_replaced_within_seconds_and_told() {
         fs::write(&file, format!("{} {}", reserved << 20, mib << 20)).unwrap();
         let text = || fs::read_to_string(&file).unwrap().trim().to_owned();
         wait_for("the limit of the slice", || (text() == ours).then_some(()));
-        // The service notices the change at once: its regular look, which comes every minute, would be too late.
+        // The service notices the changed limit within the allowed 50 s, before its regular check, which comes every minute.
         assert!(begun.elapsed() < Duration::from_secs(50), "{:?}", begun.elapsed());
         let told = format!("it was {found}, and is {MEMORY} MiB again");
         wait_for(&told, || host.log().contains(&told).then_some(()));
@@ -174,8 +176,8 @@ fn the_limits_of_another_hook_are_replaced_within_seconds_and_told() {
     }
 }
 
-/// The file of a control group shows the limit of its parent group, which other control groups share. Such a limit does not
-/// count as the control group's own limit.
+/// The file of a control group shows the limit of its parent group, which other control groups share. The limit of a parent
+/// group does not count as the control group's own limit.
 #[test]
 fn a_limit_above_a_control_group_is_not_its_own() {
     let test = "a_limit_above_a_control_group_is_not_its_own";
@@ -187,7 +189,8 @@ fn a_limit_above_a_control_group_is_not_its_own() {
     enforced_by(&host, OWN, "kernel");
 }
 
-/// A limit follows the size of its slice and the configuration, and is removed by a stop for good.
+/// The kernel's memory limit changes with the size of the slice and with the configuration, and a stop of the service removes
+/// the limit.
 #[test]
 fn a_limit_follows_the_configuration() {
     let test = "a_limit_follows_the_configuration";

@@ -1,7 +1,7 @@
 //! Tests of the whole.
 
-// clippy.toml allows `unwrap` and the like only in functions marked as tests. The helper functions of this program are not
-// marked, and call `unwrap` too.
+// clippy.toml allows `unwrap` and the like only in functions marked as tests. The helper functions of this test program are
+// not marked as tests, and call `unwrap` too.
 #![allow(
     clippy::unwrap_used,
     clippy::expect_used,
@@ -10,7 +10,7 @@
     clippy::print_stderr,
     clippy::print_stdout
 )]
-// These lints ask for a form that makes tests harder to read, or that a D-Bus interface does not allow.
+// The allowed clippy lints ask for a form that makes tests harder to read, or that a D-Bus interface does not allow.
 #![allow(
     clippy::assigning_clones,
     clippy::float_cmp,

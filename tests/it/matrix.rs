@@ -1,4 +1,4 @@
-//! The daemon is killed at every step of its start, its reloads and its stop, repeatedly: no client may notice.
+//! The daemon is killed at every step of its start, its reloads and its stop, repeatedly: no client may fail.
 
 use std::collections::BTreeMap;
 use std::fs::{self, File};
@@ -21,7 +21,7 @@ use crate::support::slice::leads_to;
 use crate::support::wait::{DEADLINE, wait_for};
 
 /// The steps of a start without control daemons, of a start that takes control daemons over, of a reload, and of a stop, at
-/// which the service can be killed. The names are those of the daemon's log.
+/// which the test kills the service. The names of the steps are from the service's log.
 const COLD: [&str; 12] = [
     "mode-written-down",
     "mode-set",
@@ -40,26 +40,27 @@ const WARM: [&str; 5] = ["taken-over", "defaults", "linked", "limits", "ready"];
 const RELOAD: [&str; 6] = ["granted", "defaults", "linked", "live", "limits", "ready"];
 const STOP: [&str; 5] = ["quit", "ended", "forgotten", "mode-back", "mode-forgotten"];
 
-/// A kill at any time, and not at a step.
+/// Stands for a kill at a random time, and not at a step.
 const ANY_TIME: &str = "any time";
 
-/// The most kills of one test until each step has had one.
+/// The most kills of one test until the service was killed at each step.
 const MOST_KILLS: u32 = 200;
 
-/// The moment at which the daemon is killed: a delay after a step, or, for [`ANY_TIME`], after the test has chosen the moment.
+/// The moment at which the daemon is killed: a delay after a step, or, for [`ANY_TIME`], after the test has chosen the kill.
 #[derive(Clone, Debug)]
 struct Kill {
     step: &'static str,
     delay: Duration,
 }
 
-/// The news in the daemon's log.
+/// An event that the thread that reads the service's log reports to the test.
 enum Heard {
     Step(String),
     Killed,
 }
 
-/// The daemon as a process of the test's own. The log of the service is read as it is written: a kill at a step can't wait.
+/// The service as a child process of the test. A thread reads the service's log as it is written, since the test must kill
+/// the service at once when it reaches a step.
 struct Service {
     child: Child,
     kill: Arc<Mutex<Option<Kill>>>,
@@ -85,8 +86,8 @@ impl Service {
         let (pid, armed) = (child.id(), Arc::clone(&kill));
         let reader = std::thread::spawn(move || {
             read_log(stderr, log, |step| {
-                // The test waits for the service only after this thread has ended, so no other process can have the PID of
-                // the service yet.
+                // The test reaps the service process only after this thread has ended, so no other process can have the PID
+                // of the service when the thread kills it.
                 let due = armed.lock().unwrap().take_if(|kill| kill.step == step);
                 if let Some(kill) = due {
                     std::thread::sleep(kill.delay);
@@ -100,7 +101,7 @@ impl Service {
     }
 
     fn arm(&self, kill: Kill) {
-        // Steps that were heard before this call do not belong to the phase that follows.
+        // Steps that the log's reader has reported before this call do not belong to the next phase of the test.
         while self.heard.try_recv().is_ok() {}
         *self.kill.lock().unwrap() = Some(kill);
     }
@@ -115,7 +116,7 @@ impl Service {
     }
 }
 
-/// Stores the log and reports its steps until the log ends.
+/// Copies the service's log to a file, and calls `step` with each step in the log, until the log ends.
 fn read_log(stderr: ChildStderr, mut log: File, mut step: impl FnMut(&str)) {
     let mut lines = BufReader::new(stderr);
     let mut line = String::new();
@@ -128,20 +129,20 @@ fn read_log(stderr: ChildStderr, mut log: File, mut step: impl FnMut(&str)) {
     }
 }
 
-/// One host of this test, and the facts that the test knows about it.
+/// One host of the test, and the facts that the test knows about the host.
 struct Row {
     host: Host,
     random: Random,
-    /// The former compute modes, by GPU.
+    /// The compute mode of each GPU before the service has started.
     modes: Vec<String>,
     /// The number of control daemons while everything is served.
     daemons: usize,
-    /// The compute mode of GPUs that are served.
+    /// The compute mode that a GPU has while it is served.
     served: &'static str,
     /// The numbers of the device nodes of the GPUs.
     nodes: &'static [u64],
     slices: u64,
-    /// The number of configurations until now.
+    /// The number of configurations that the test has written so far.
     reloads: u64,
     /// The numbers of slices that may be listed at this moment.
     devices: Vec<usize>,
@@ -179,7 +180,7 @@ impl Row {
         row.configured()
     }
 
-    /// Changes this row to one with a control daemon for each of these slices.
+    /// Changes the row to a topology with a control daemon for each slice, with this number of slices on each GPU.
     fn per_slice(self, slices: u64) -> Self {
         self.host.configure("cuda_mps_topology: per_slice");
         let daemons = self.nodes.len() * usize::try_from(slices).unwrap();
@@ -198,7 +199,7 @@ impl Row {
         let before = self.slices;
         let mut percentage = String::new();
         if self.served == "Default" {
-            // The percentage differs in each reload.
+            // The test writes another thread percentage for each reload.
             self.reloads += 1;
             percentage = format!(", thread_percentage: {}", 100 - self.reloads % 90);
         } else {
@@ -221,14 +222,14 @@ impl Row {
         self.stop();
     }
 
-    /// The steps at which the service was not killed yet.
+    /// The steps at which the test has not killed the service yet.
     fn not_met(&self) -> Vec<(&'static str, &'static str)> {
         let phases = [("start", &COLD[..]), ("adoption", &WARM), ("reload", &RELOAD), ("stop", &STOP)];
         let all = phases.iter().flat_map(|(phase, steps)| steps.iter().map(|step| (*phase, *step)));
         all.filter(|place| !self.kills.contains_key(place)).collect()
     }
 
-    /// Chooses a kill in a phase: at the step with the fewest kills so far, or at any time.
+    /// Chooses the next kill in a phase of the service: at the step with the fewest kills so far, or at any time.
     fn pick(&mut self, phase: &'static str, steps: &[&'static str]) -> Kill {
         let count =
             |step: &str| self.kills.iter().find(|(key, _)| **key == (phase, step)).map_or(0, |(_, n)| *n);
@@ -238,8 +239,8 @@ impl Row {
             return Kill { step: ANY_TIME, delay: self.random.millis(300) };
         }
         let at = usize::try_from(self.random.below(rare.len() as u64)).unwrap();
-        // The first kill at a step comes without a delay: after the last steps of a stop the service ends within a
-        // millisecond.
+        // The first kill at a step has no delay: after the last steps of a stop the service ends within a millisecond, so a
+        // delayed kill would come too late.
         let delay = if fewest == 0 { Duration::ZERO } else { self.random.millis(6) };
         Kill { step: rare[at], delay }
     }
@@ -290,7 +291,7 @@ impl Row {
         self.held.clear();
     }
 
-    /// Stops the service and kills it meanwhile, until a stop has succeeded.
+    /// Stops the service and kills it during the stop, again and again, until a stop has succeeded.
     fn stop(&mut self) {
         for _ in 0..=self.random.below(4) {
             let kill = self.pick("stop", &STOP);
@@ -313,7 +314,7 @@ impl Row {
         }
     }
 
-    /// Waits until the daemon is dead. Returns false if the service was faster and has stopped as asked.
+    /// Waits until the service is dead. Returns false if the service has stopped before the kill.
     fn meet(&mut self, kill: &Kill, phase: &'static str) -> bool {
         let service = self.service.take().unwrap();
         let deadline = Instant::now() + DEADLINE;
@@ -330,7 +331,8 @@ impl Row {
                 Ok(Heard::Step(_)) => {}
                 Err(RecvTimeoutError::Timeout) => self.look(),
             }
-            // The service became ready without that step, since it had nothing to do there. So it is killed now.
+            // The service became ready without the chosen step, since it had nothing to do at the step. So the test kills the
+            // service now.
             if ready == self.daemons && kill.step != "ready" && kill.step != ANY_TIME {
                 met = ANY_TIME;
                 std::thread::sleep(kill.delay);
@@ -347,13 +349,14 @@ impl Row {
         assert_eq!(status.signal(), Some(9), "{phase} at {}: {status}", kill.step);
         *self.kills.entry((phase, met)).or_default() += 1;
         if self.random.below(2) == 0 {
-            // The process that would have become a control daemon ends when its pipe from the killed service closes.
+            // A child process of the killed service that has not become a control daemon yet ends, since its pipe from the
+            // service is closed.
             wait_for("the end of launchers", || launchers(&self.host).is_empty().then_some(()));
         }
         true
     }
 
-    /// Starts clients until there are some.
+    /// Starts clients until at least three clients run.
     fn meet_clients(&mut self) {
         while self.clients.len() < 3 {
             self.another_client();
@@ -374,11 +377,12 @@ impl Row {
         *self.kills.entry(("serving", ANY_TIME)).or_default() += 1;
     }
 
-    /// Checks the promises that hold at any moment.
+    /// Checks what must hold at any moment: no client has failed, the control daemons with clients run, no control daemon
+    /// runs twice, and no slice is missing in the list.
     fn look(&mut self) {
         self.clients.retain_mut(|client| !client.done());
         if self.clients.is_empty() {
-            // No client is left, so control daemons may end without harm.
+            // No client is left, so control daemons may end from now on.
             self.held.clear();
         }
         let running = control_daemons(&self.host);
@@ -442,10 +446,10 @@ fn entry(node: u64, slices: u64) -> String {
     format!("path: /dev/dri/renderD{node}, type: NVIDIA_MPS, virtual_number: {slices}")
 }
 
-/// The daemon is killed by SIGKILL, at each named step of its start, its reloads and its stop and at any time between, with
-/// clients and without, at least once: no client is lost, no control daemon is orphaned or doubled, devices never go missing,
-/// and in the end every compute mode is what it was. The core's histories have hundreds of thousands of kills between acts;
-/// this test has real files and processes.
+/// SIGKILL ends the service at each named step of its start, its reloads and its stop at least once, and at random times,
+/// with clients and without: no client is lost, no control daemon is orphaned or started twice, the list of slices is never
+/// incomplete, and in the end every GPU has its compute mode from before. The random histories in the core's tests kill a
+/// simulated service hundreds of thousands of times. This test kills the real service, with real files and processes.
 #[test]
 fn killed_at_every_step() {
     let (random, _seed) = Random::seeded("killed_at_every_step");
@@ -457,19 +461,19 @@ fn killed_at_every_step() {
     let _ = writeln!(std::io::stdout(), "{:?}", row.kills);
 }
 
-/// Kills the service at random steps like the test above, with a control daemon for each GPU.
+/// Kills the service at random steps like `killed_at_every_step`, with a control daemon for each GPU.
 #[test]
 fn killed_with_a_control_daemon_for_each_gpu() {
     let (random, _seed) = Random::seeded("killed_with_a_control_daemon_for_each_gpu");
     let host = Host::new("mixed");
     host.configure("cuda_mps_topology: per_gpu");
     host.plant("gpus/1/mig", "Disabled\n");
-    // An administrator has set this mode, and it must be restored at the end.
+    // An administrator has set this compute mode before, and the service must restore it at the end.
     host.plant("gpus/2/compute_mode", "Exclusive_Process\n");
     Row::new(host, random, 3, &[128, 129, 131]).live();
 }
 
-/// Kills the service at random steps like the test above, with a control daemon for each slice.
+/// Kills the service at random steps like `killed_at_every_step`, with a control daemon for each slice.
 #[test]
 fn killed_with_a_control_daemon_for_each_slice() {
     let (random, _seed) = Random::seeded("killed_with_a_control_daemon_for_each_slice");

@@ -1,5 +1,5 @@
-//! The slice of a client follows from the directories that the runtime of its container has mounted, and not from what the
-//! client claims.
+//! The service learns the slice of a client from the directories that the client's container runtime has mounted, and not
+//! from the client's environment.
 
 use std::collections::BTreeSet;
 use std::fs;
@@ -14,7 +14,7 @@ use crate::support::host::{Host, start_time, text};
 use crate::support::skip::{root_or_skip, skip};
 use crate::support::wait::wait_for;
 
-/// The slice of the container, the slice that the container claims, and the slice of a neighbour.
+/// The slice of the container, the slice that the container claims in its environment, and the slice of another client.
 const OWN: &str = "00:06.0-1";
 const CLAIMED: &str = "00:06.0-3";
 const NEIGHBOURS: &str = "00:06.0-2";
@@ -26,7 +26,7 @@ struct Scene {
     neighbour: Client,
 }
 
-/// A program in a container, and the client in it.
+/// A program that runs a container, and the PID of the CUDA client in the container.
 struct Tenant {
     program: Child,
     pid: u32,
@@ -54,8 +54,8 @@ impl Scene {
         self.host.path("mps/pipe/slices").join(slice.replace(':', "_"))
     }
 
-    /// Runs a script with this directory mounted, in the environment of a container that has one slice and claims another
-    /// slice.
+    /// Runs a script with the directory `mounted` mounted as in a container. In its environment the container has one slice
+    /// and claims another slice.
     fn start(&self, mut unshare: Command, mounted: PathBuf, script: &str, claim: Option<&str>) -> Tenant {
         let before: BTreeSet<u32> = pids(&self.host);
         let container = self.host.container_of(OWN);
@@ -107,9 +107,9 @@ fn pids(host: &Host) -> BTreeSet<u32> {
     host.clients().iter().map(|client| client["pid"].as_u64().unwrap().try_into().unwrap()).collect()
 }
 
-/// A claim changes nothing for a client in a container: not in the list, not for a release of the claimed slice, not for a
-/// release of its own, and not in the words about its end. A container without a claim is listed and released in the same
-/// way.
+/// A false slice name in the environment of a container changes nothing: the list of clients, the end of the GPU work of the
+/// claimed slice or of the container's own slice, and the messages about it are the same. A container without a slice name in
+/// its environment is listed, and its GPU work is ended, in the same way.
 #[test]
 fn a_forged_environment_changes_nothing_in_a_container() {
     if !root_or_skip("a_forged_environment_changes_nothing_in_a_container") {
@@ -138,8 +138,8 @@ fn a_forged_environment_changes_nothing_in_a_container() {
     scene.end();
 }
 
-/// The service has a mount namespace of its own in its unit. The host has another mount namespace, and programs on the host
-/// are not in a container for that reason.
+/// The service runs in its own mount namespace in its systemd unit. Programs in the host's mount namespace are not in a
+/// container although their namespace is not the service's.
 #[test]
 fn the_services_own_namespace_is_not_the_hosts() {
     if !root_or_skip("the_services_own_namespace_is_not_the_hosts") {
@@ -163,7 +163,8 @@ fn the_services_own_namespace_is_not_the_hosts() {
     scene.end();
 }
 
-/// In a user namespace, any user can mount each directory that the user sees, in a container of the host as well.
+/// In a user namespace, any user can mount each directory that the user sees, also in a container of the host, so such a
+/// mount does not prove which slice a process has.
 #[test]
 fn mounts_of_a_users_own_namespace_prove_nothing() {
     let name = "mounts_of_a_users_own_namespace_prove_nothing";
@@ -179,8 +180,8 @@ fn mounts_of_a_users_own_namespace_prove_nothing() {
     match ContainerGroup::new() {
         Some(container) => {
             container.take(tenant.pid, "init");
-            // The process sees the whole pipe directory, and could have mounted this directory itself. So the mount proves
-            // nothing.
+            // The process sees the whole pipe directory, and could have mounted the directory of any slice itself. So the
+            // mount does not prove which slice the process has.
             scene.is_known(tenant.pid, Some(CLAIMED), Some("environment"));
             drop(tenant);
         }
@@ -190,7 +191,8 @@ fn mounts_of_a_users_own_namespace_prove_nothing() {
 }
 
 /// A tenant has the whole pipe directory in a container of the host. The tenant makes a user namespace, mounts the directory
-/// of a neighbour's slice there, and hides all other mounts. The first process of the container has no such mount.
+/// of another tenant's slice in this namespace, and hides all other mounts. The first process of the container does not have
+/// the mount of the other tenant's slice.
 #[test]
 fn a_mount_that_the_first_process_does_not_have_proves_nothing() {
     let name = "a_mount_that_the_first_process_does_not_have_proves_nothing";
@@ -202,8 +204,8 @@ fn a_mount_that_the_first_process_does_not_have_proves_nothing() {
     let mut first = Command::new("sleep");
     let mut first = Client::start(first.arg("600"));
     container.take(first.id(), "init");
-    // The container's next processes must start later than its first one, which the service recognises by its start time and
-    // PID.
+    // The container's other processes must start in a later clock tick than its first process: the service takes the process
+    // with the earliest start time for the first one, and among processes of one tick the one with the lowest PID.
     let clock = start_time(first.id());
     wait_for("another tick", || {
         let mut probe = Client::start(Command::new("sleep").arg("600"));
@@ -222,8 +224,8 @@ fn a_mount_that_the_first_process_does_not_have_proves_nothing() {
     let mounts = fs::read_to_string(format!("/proc/{}/mountinfo", tenant.id())).unwrap();
     assert!(mounts.contains("slices/") && !mounts.contains(" / / "), "then this proves nothing: {mounts}");
     scene.is_known(tenant.id(), Some(CLAIMED), Some("environment"));
-    // Without the other process, this process is the first of the container. So a runtime has made the mount, which counts
-    // now.
+    // After the container's first process has ended, the tenant's process is the first process of the container. So the
+    // service takes its mount for one of the container runtime.
     let _ = first.kill();
     let _ = first.wait();
     scene.is_known(tenant.id(), Some(NEIGHBOURS), Some("mount"));
@@ -231,7 +233,8 @@ fn a_mount_that_the_first_process_does_not_have_proves_nothing() {
     scene.end();
 }
 
-/// After a reload that changes the pipe directory, a container has the directories of the control daemon that still runs.
+/// After a reload that changes the pipe directory, a container still has the mounts of the former pipe directory, whose
+/// control daemon still runs.
 #[test]
 fn a_container_keeps_its_slice_when_the_pipe_directory_changes() {
     if !root_or_skip("a_container_keeps_its_slice_when_the_pipe_directory_changes") {
@@ -256,8 +259,8 @@ fn a_container_keeps_its_slice_when_the_pipe_directory_changes() {
     scene.end();
 }
 
-/// A program with another root directory sees fewer mounts. The parent of the program, a shell in the same container, sees
-/// all of them.
+/// A program that has called chroot sees fewer mounts. The parent of the program, a shell in the same container, sees all
+/// mounts of the container.
 #[test]
 fn a_program_that_calls_chroot_is_known_by_its_parent() {
     if !root_or_skip("a_program_that_calls_chroot_is_known_by_its_parent") {
@@ -285,7 +288,8 @@ fn a_program_that_calls_chroot_is_known_by_its_parent() {
     scene.end();
 }
 
-/// An agent that mounts the pipe directory itself does not say which slice a container has, so the environment counts.
+/// If a host agent mounts the whole pipe directory into a container, the mount does not tell which slice the container has,
+/// so the slice in the environment counts.
 #[test]
 fn with_the_whole_pipe_directory_the_environment_counts() {
     if !root_or_skip("with_the_whole_pipe_directory_the_environment_counts") {
@@ -302,7 +306,8 @@ fn with_the_whole_pipe_directory_the_environment_counts() {
     scene.end();
 }
 
-/// A sandbox without the host's root directory in it: it has the program, and this directory of the host.
+/// A shell script that makes a sandbox without the host's root directory: the sandbox has only the host's programs and this
+/// directory of the host.
 fn jail(directory: &str) -> String {
     format!(
         "set -e\n\
@@ -317,7 +322,7 @@ fn jail(directory: &str) -> String {
     )
 }
 
-/// A process on a GPU of this host, as if it had connected before it called chroot.
+/// Starts a program that the simulated driver lists on a GPU, as if the program had connected before it called chroot.
 fn on_a_gpu(host: &Host, mut program: Command) -> Client {
     let program = Client::start(&mut program);
     let pid = program.id();
@@ -337,7 +342,7 @@ fn in_jail(directory: &Path) -> Command {
     command
 }
 
-/// The commands that a control daemon takes from a process follow from its user and from the directories that it sees.
+/// The user of a process and the directories that the process sees decide which commands a control daemon accepts from it.
 #[test]
 fn who_can_command_is_said() {
     if !root_or_skip("who_can_command_is_said") {
@@ -382,8 +387,8 @@ fn who_can_command_is_said() {
     scene.end();
 }
 
-/// Without a directory of the service, the service does not know how a process reached the GPU, and the claim of the process
-/// does not count.
+/// If a process does not see a directory of the service, the service does not know how the process reached the GPU, and
+/// ignores the slice that the process claims in its environment.
 #[test]
 fn a_claim_from_elsewhere_counts_for_nothing() {
     if !root_or_skip("a_claim_from_elsewhere_counts_for_nothing") {

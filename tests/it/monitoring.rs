@@ -1,5 +1,5 @@
-//! The files for monitors, judged by Prometheus' own programs: the metrics for `node_exporter`, the alerts, the dashboard,
-//! and the units that write the metrics.
+//! Prometheus' own programs check the files for monitoring: the metrics for `node_exporter`, the alerts, the dashboard, and
+//! the systemd units that write the metrics.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
@@ -24,7 +24,7 @@ fn read(path: &str) -> String {
     fs::read_to_string(source(path)).unwrap_or_else(|error| panic!("{path}: {error}"))
 }
 
-/// Runs a program with this input. Returns true if it has succeeded, and its output.
+/// Runs a program with this input, and returns if the program has succeeded, and its output.
 fn judged(command: &mut Command, input: &str) -> (bool, String) {
     command.stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::piped());
     let child = command.spawn();
@@ -34,13 +34,13 @@ fn judged(command: &mut Command, input: &str) -> (bool, String) {
     (output.status.success(), text(&output))
 }
 
-/// The remarks of promtool about metrics.
+/// The remarks of Prometheus' program promtool about a text of metrics.
 fn remarks(metrics: &str) -> String {
     let (accepted, said) = judged(Command::new(fetched("promtool")).args(["check", "metrics"]), metrics);
     if accepted { said } else { format!("refused: {said}") }
 }
 
-/// The recorded metrics of the boards in this format, with healthy GPUs and with a lost GPU.
+/// The paths and texts of the recorded metrics files with this name, of each board with healthy GPUs and with a lost GPU.
 fn recorded(file: &str) -> Vec<(PathBuf, String)> {
     let outputs = fs::read_dir(source("tests/golden")).unwrap().map(|entry| entry.unwrap().path());
     let boards = outputs.filter(|path| !path.ends_with("help"));
@@ -51,7 +51,7 @@ fn recorded(file: &str) -> Vec<(PathBuf, String)> {
     files.into_iter().map(|file| (file.clone(), fs::read_to_string(file).unwrap())).collect()
 }
 
-/// The samples as an independent parser of the older format has them, with the type of each.
+/// The samples that an independent parser of Prometheus' older text format reads, each with its value and its type.
 fn parsed_as_the_older_format(exposition: &str) -> BTreeMap<String, (f64, String)> {
     let program = r#"
 import json, sys
@@ -78,7 +78,7 @@ fn promtool_has_no_remark_about_the_metrics() {
             let expected = if sample.contains("_total{") { "counter" } else { "gauge" };
             assert_eq!(kind, expected, "{sample} of {}", file.display());
         }
-        // Both formats have the same samples, except for those about clients.
+        // The metrics in the older and in the newer format have the same samples, except for the samples about clients.
         let of_clients = ["yunion_mps_client_memory_used_bytes{", "yunion_mps_clients_left_out{"];
         let mut older: BTreeMap<String, f64> =
             typed.into_iter().map(|(sample, (value, _))| (sample, value)).collect();
@@ -88,7 +88,7 @@ fn promtool_has_no_remark_about_the_metrics() {
     }
 }
 
-/// The check of the test above does have remarks about wrong metrics.
+/// promtool does have remarks about wrong metrics.
 #[test]
 fn promtool_has_remarks_about_wrong_metrics() {
     for (_, newer) in recorded("metrics.txt") {
@@ -107,7 +107,7 @@ fn the_metrics_of_a_service_that_is_down_are_metrics_too() {
     assert_eq!(parsed_as_the_older_format(&down).into_keys().collect::<Vec<_>>(), ["yunion_mps_up{}"]);
 }
 
-/// The names of the metrics in the recorded outputs.
+/// The names of all metrics in the recorded outputs of `yunion-mpsctl metrics`.
 fn metrics() -> BTreeSet<String> {
     let mut names = BTreeSet::new();
     for (_, metrics) in recorded("metrics-prometheus.txt") {
@@ -117,7 +117,7 @@ fn metrics() -> BTreeSet<String> {
     names
 }
 
-/// Every metric of this service that a text names exists.
+/// Fails unless every metric of this service that a text names is in the recorded outputs.
 fn assert_known(text: &str) {
     let known = metrics();
     let named = Regex::new("yunion_mps_[a-z_]+").unwrap();
@@ -140,7 +140,7 @@ fn the_alerts_fire_and_stay_silent_as_they_should() {
     assert_known(&read("docs/alerts.yml"));
 }
 
-/// Each alert has a case in which it fires and a case in which it does not, and its text has a command.
+/// Each alert has a test case in which the alert fires and one in which it does not, and the text of the alert has a command.
 #[test]
 fn every_alert_has_both_cases_and_a_command() {
     let rules = read("docs/alerts.yml");
@@ -167,7 +167,7 @@ fn dashboard() -> Value {
     serde_json::from_str(&read("docs/grafana.json")).unwrap()
 }
 
-/// The query of each panel, with values in the places of Grafana's variables.
+/// The query of each panel of the Grafana dashboard, with values for Grafana's variables.
 fn queries(dashboard: &Value) -> Vec<String> {
     let panels = dashboard["panels"].as_array().unwrap();
     let targets = panels.iter().flat_map(|panel| panel["targets"].as_array().into_iter().flatten());
@@ -179,7 +179,7 @@ fn queries(dashboard: &Value) -> Vec<String> {
     targets.map(query).collect()
 }
 
-/// The samples of a recorded file as the input of a test of promtool, with the labels that Prometheus adds.
+/// The samples of a recorded metrics file as the input of promtool's rule tests, with the labels that Prometheus adds.
 fn input_series(file: &str, instance: &str) -> Vec<Value> {
     let metrics = read(file);
     let samples = metrics.lines().filter(|line| !line.starts_with('#'));
@@ -193,7 +193,8 @@ fn input_series(file: &str, instance: &str) -> Vec<Value> {
     samples.map(series).collect()
 }
 
-/// Two hosts, one of them with a lost GPU: each query is evaluated without an error and has a result.
+/// With the metrics of two hosts, one of them with a lost GPU, Prometheus evaluates each query of the dashboard without an
+/// error and with a result.
 #[test]
 fn prometheus_answers_every_query_of_the_dashboard() {
     let dashboard = dashboard();
@@ -217,12 +218,12 @@ fn prometheus_answers_every_query_of_the_dashboard() {
         assert_known(query);
         assert!(!query.contains('$'), "a variable without a value: {query}");
         rules.push(serde_json::json!({"record": format!("dashboard:query{number}"), "expr": query}));
-        // The queries that end with `> 0` have no result if nothing is wrong.
+        // The dashboard's queries that end with `> 0` have no result if nothing is wrong.
         if !query.ends_with(" > 0") {
             expected.push(serde_json::json!({"labels": format!("dashboard:query{number}"), "value": 1}));
         }
     }
-    // JSON is also YAML, so the rules are written as JSON.
+    // JSON is also YAML, so the test writes the rules for promtool as JSON.
     let rules = serde_json::json!({"groups": [{"name": "dashboard", "rules": rules}]});
     let series = [
         input_series("tests/golden/mixed/metrics-prometheus.txt", "gpu1"),
@@ -247,8 +248,8 @@ fn prometheus_answers_every_query_of_the_dashboard() {
     promtool(&["test", "rules", "test.yml"], directory.path());
 }
 
-/// A full GPU must not look empty because its clients have no slice, and a slice must not look small because its neighbour is
-/// larger.
+/// The dashboard also shows the clients and the memory of whole GPUs: a full GPU must not look empty because its clients have
+/// no slice, and a slice must not look small because another slice is larger.
 #[test]
 fn the_dashboard_shows_all_that_is_taken_and_left() {
     let queries = queries(&dashboard());
@@ -264,7 +265,8 @@ fn the_dashboard_shows_all_that_is_taken_and_left() {
     alone("device_memory_limit_bytes");
 }
 
-/// Grafana draws panels over each other, and mixes up two panels with one id, without an error.
+/// No two panels overlap or have the same id: Grafana draws overlapping panels over each other, and mixes up panels with one
+/// id, without an error.
 #[test]
 fn the_dashboard_is_well_formed() {
     let dashboard = dashboard();
@@ -297,7 +299,8 @@ fn the_dashboard_is_well_formed() {
     assert_eq!((&variables[0]["type"], &variables[0]["query"]), (&"datasource".into(), &"prometheus".into()));
 }
 
-/// The query of docs/metrics.md that joins containers with cAdvisor's names finds the container.
+/// The query in docs/metrics.md that joins the service's container ids with the container names of cAdvisor finds the
+/// container.
 #[test]
 fn the_documented_join_with_cadvisor_finds_the_container() {
     let documentation = read("docs/metrics.md");
@@ -327,7 +330,7 @@ fn the_documented_join_with_cadvisor_finds_the_container() {
     promtool(&["test", "rules", "test.yml"], directory.path());
 }
 
-/// The command of the unit, with the two variables replaced as the service manager does.
+/// The command of yunion-mps-metrics.service, with the variables `DIRECTORY` and `OPTIONS` replaced as systemd does.
 fn unit_command(directory: &Path, options: &str) -> Vec<String> {
     let unit = read("systemd/yunion-mps-metrics.service");
     let start = unit.lines().find_map(|line| line.strip_prefix("ExecStart=/usr/bin/yunion-mpsctl ")).unwrap();
@@ -335,7 +338,7 @@ fn unit_command(directory: &Path, options: &str) -> Vec<String> {
     command.split_ascii_whitespace().map(str::to_owned).collect()
 }
 
-/// The file has its name only when it is complete, and all users can read it.
+/// The metrics file gets its final name only when it is complete, and all users can read it.
 #[test]
 fn the_textfile_is_written_as_a_whole() {
     let mut host = Host::serving("h200");
@@ -362,20 +365,21 @@ fn the_textfile_is_written_as_a_whole() {
     assert!(run(&host, "").status.success());
     let down = prom();
     assert_eq!(parsed_as_the_older_format(&down)["yunion_mps_up{}"].0, 0.0);
-    // If the metrics can't be collected, the file with the last metrics stays.
+    // If the command can't collect metrics, the file with the last metrics stays.
     host.stop_bus();
     assert_eq!(run(&host, "").status.code(), Some(1));
     assert_eq!((names(), prom()), (vec!["yunion-mps.prom".to_owned()], down));
 }
 
-/// The service may end at any moment of a collection.
+/// If the service ends while `yunion-mpsctl metrics` collects the metrics, the metrics say that the service does not run.
 #[test]
 fn a_service_that_ends_while_it_is_asked_is_down() {
     let mut host = Host::serving("h200");
     host.signal(Signal::STOP);
     let mut command = host.command(binaries().join("yunion-mpsctl"));
     let asking = command.arg("metrics").stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
-    // The command first waits for the bus, and then sleeps until the stopped service answers.
+    // `yunion-mpsctl metrics` sleeps (process state S) while it waits for an answer of the service, which SIGSTOP has
+    // stopped.
     wait_for("its question", || (process_state(asking.id()) == Some('S')).then_some(()));
     host.signal(Signal::KILL);
     host.ended();
@@ -396,7 +400,8 @@ fn a_textfile_that_cannot_be_written_is_named() {
     );
 }
 
-/// systemd has no complaint about the two units, and the exposure is the documented one.
+/// systemd has no complaint about the service unit and the timer unit of the metrics, and its exposure level for the service
+/// is the documented one.
 #[test]
 fn the_units_for_the_textfile_are_well_formed_and_closed() {
     let directory = tempfile::tempdir().unwrap();
@@ -409,7 +414,7 @@ fn the_units_for_the_textfile_are_well_formed_and_closed() {
     let mut verify = Command::new("systemd-analyze");
     verify.args(["verify", "--man=no", "yunion-mps-metrics.service", "yunion-mps-metrics.timer"]);
     let (_, said) = judged(verify.current_dir(&directory), "");
-    // Complaints about other units of the machine do not count.
+    // Complaints of systemd about other units of the machine do not count.
     let complaints: Vec<&str> = said.lines().filter(|line| line.contains("yunion-mps-metrics")).collect();
     assert_eq!(complaints, [""; 0]);
 
@@ -422,7 +427,7 @@ fn the_units_for_the_textfile_are_well_formed_and_closed() {
     let documentation = read("docs/metrics.md");
     let documented = documentation.split_once("exposure ").unwrap().1.split(')').next().unwrap();
     let documented: f32 = documented.parse().unwrap();
-    // Versions of systemd compute slightly different values.
+    // Versions of systemd compute slightly different exposure levels.
     assert!(
         (documented - exposure).abs() < 0.25,
         "docs/metrics.md says {documented}, systemd-analyze {exposure}"

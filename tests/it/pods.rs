@@ -1,5 +1,5 @@
-//! Pods on a node. The kubelet asks the device plugin for the settings of a container, and gives them to a real containerd. The
-//! container is then a client of the slice that the kubelet has chosen.
+//! Pods on a node. Pods with a real containerd: the simulated kubelet asks the device plugin for the settings of a container,
+//! and gives the settings to containerd. The program in the container is a client of the slice that the kubelet has chosen.
 
 use std::collections::BTreeMap;
 use std::fs;
@@ -22,13 +22,13 @@ use crate::support::node::{FakeKubelet, Plugin, QUARTER, SOURCES, messages, node
 use crate::support::skip::{root_or_skip, skip};
 use crate::support::wait::wait_for;
 
-/// A containerd, in mounts of its own, where the bus of the host is the system's.
+/// A containerd in its own mount namespace, in which the simulated host's bus is the system bus.
 struct Containerd {
     folder: PathBuf,
-    /// A process that has these mounts as long as the test runs.
+    /// A process that keeps the mount namespace of containerd as long as the test runs.
     mounts: Client,
     process: Client,
-    /// The control group above all pods, below one of this test.
+    /// The control group of all pods, inside a control group of this test.
     parent: String,
 }
 
@@ -54,7 +54,7 @@ impl Containerd {
         let wrapper = folder.join("yunion-mps-runc");
         symlink(binaries().join("yunion-mpsctl"), &wrapper).unwrap();
         let runtime = stops_page().replace("/usr/bin/yunion-mps-runc", wrapper.to_str().unwrap());
-        // The runtime is containerd's default, and is also named by a RuntimeClass.
+        // yunion-mps-runc is containerd's default runtime, and is also the runtime of a RuntimeClass.
         let by_name = runtime.replace(".runtimes.runc", ".runtimes.yunion-mps");
         fs::write(folder.join("config.toml"), format!("{config}{runtime}{by_name}")).unwrap();
         let bus = host.bus_address();
@@ -100,15 +100,15 @@ impl Containerd {
         self.process = Self::again(host, &self.folder, &self.mounts);
     }
 
-    /// Removes the control group of a pod whose containers have ended, like a kubelet. The control groups of containers belong to
-    /// the runtime.
+    /// Removes the control group of a pod whose containers have ended, like a kubelet. The container runtime removes the
+    /// control groups of containers.
     fn remove_group(&self, pod: &str) {
         for group in self.groups().iter().map(|group| group.join(pod)).filter(|group| group.is_dir()) {
             fs::remove_dir(&group).unwrap_or_else(|error| panic!("{}: {error}", group.display()));
         }
     }
 
-    /// The control groups of all pods, in every hierarchy.
+    /// The directories of the control group of all pods, one in every hierarchy of control groups.
     fn groups(&self) -> Vec<PathBuf> {
         let mounts = fs::read_dir("/sys/fs/cgroup").unwrap().map(|entry| entry.unwrap().path());
         let mounts = mounts.chain([PathBuf::from("/sys/fs/cgroup")]);
@@ -117,7 +117,8 @@ impl Containerd {
     }
 }
 
-/// The lines of docs/stops.md for containerd: a runtime that ends GPU work before a signal.
+/// The configuration lines for containerd in docs/stops.md, which name a runtime that ends GPU work before it signals a
+/// container.
 fn stops_page() -> String {
     let page = fs::read_to_string(Path::new(env!("CARGO_MANIFEST_DIR")).join("docs/stops.md")).unwrap();
     let lines = page.lines().skip_while(|line| !line.starts_with("    [plugins."));
@@ -125,7 +126,7 @@ fn stops_page() -> String {
     lines.map(|line| format!("{line}\n")).collect()
 }
 
-/// A command with these mounts, and with containerd's own programs.
+/// A command in the mount namespace of the process `mounts`, with containerd's own programs in PATH.
 fn inside(host: &Host, mounts: &Client, program: &Path) -> Command {
     let mut command = host.command("nsenter");
     let path = std::env::var("PATH").unwrap_or_default();
@@ -153,7 +154,8 @@ impl Drop for Containerd {
             let _ = Command::new("kill").arg("-9").arg(shim.to_string()).status();
         }
         for group in self.groups().iter().filter_map(|group| group.parent()) {
-            // containerd makes the control group of a container below that of its pod.
+            // The script kills processes in control groups at any depth, since containerd makes the control group of a
+            // container inside that of its pod.
             let kill = "for try in $(seq 100); do
                             for procs in $(find \"$0\" -name cgroup.procs); do kill -9 $(cat $procs); done
                             find \"$0\" -depth -type d -exec rmdir {} \\;
@@ -165,13 +167,13 @@ impl Drop for Containerd {
     }
 }
 
-/// The connection of a kubelet to the container runtime.
+/// A program that calls the container runtime as a kubelet does.
 struct Runtime {
     process: Client,
     answers: BufReader<ChildStdout>,
 }
 
-/// A pod that runs, with the slices that the kubelet has chosen for it.
+/// A running pod, with the slices that the kubelet has chosen for the pod.
 #[derive(Debug, Clone)]
 struct Pod {
     name: String,
@@ -197,7 +199,8 @@ impl Runtime {
         serde_json::from_str(&line).unwrap_or_else(|error| panic!("{call}: {error}"))
     }
 
-    /// Starts a pod with a program of the host. The error is the reason why no pod has started.
+    /// Starts a pod whose container runs a program of the simulated host. The error is the reason why the pod has not
+    /// started.
     fn start(&mut self, host: &Host, wanted: &Admitted, work: &[&str]) -> Result<Pod, String> {
         let Admitted { name, slices, settings } = wanted;
         let same = |place: &str| json!({"host": place, "container": place, "read_only": false});
@@ -209,7 +212,7 @@ impl Runtime {
         environment.insert("LD_LIBRARY_PATH".to_owned(), json!(host.path("lib")));
         let client = host.path("bin/cuda-client").canonicalize().unwrap().display().to_string();
         let command = [&[client.as_str()], work].concat();
-        // Pods whose names end with 1 have a RuntimeClass.
+        // In this test, pods whose names end with 1 have a RuntimeClass.
         let handler = if name.ends_with('1') { "yunion-mps" } else { "" };
         let said = self.call(&json!({
             "call": "start", "pod": name, "handler": handler, "cdi": settings["cdi"], "mounts": mounts,
@@ -228,7 +231,8 @@ impl Runtime {
         self.call(&json!({"call": "runs", "container": pod.container}))["answer"] == true
     }
 
-    /// Stops the container of a pod as the kubelet does for a deletion: by SIGTERM, and after these seconds by SIGKILL.
+    /// Stops the container of a pod as the kubelet does for the deletion of a pod: by SIGTERM, and after this number of
+    /// seconds by SIGKILL.
     fn stop(&mut self, pod: &Pod, seconds: u32) {
         let said = self.call(&json!({"call": "stop", "container": pod.container, "seconds": seconds}));
         assert!(said.get("error").is_none(), "{said}");
@@ -247,7 +251,7 @@ struct Admitted {
     settings: Value,
 }
 
-/// All parts of a node.
+/// A Kubernetes node: a host with the service, the device plugin, a simulated kubelet and containerd.
 struct Node {
     runtime: Runtime,
     containerd: Containerd,
@@ -256,12 +260,12 @@ struct Node {
     host: Host,
 }
 
-/// None if no container can be made.
+/// Makes a node that can run pods. Returns None if no container can be made on this machine.
 fn with_pods(test: &str) -> Option<Node> {
     with_pods_on("h200", 4, test)
 }
 
-/// Makes a node with pods, like [`with_pods`], on this board with this number of slices.
+/// Makes a node that can run pods, like [`with_pods`], with this simulated board and this number of slices.
 fn with_pods_on(board: &str, slices: usize, test: &str) -> Option<Node> {
     if !root_or_skip(test) {
         return None;
@@ -296,8 +300,8 @@ impl Node {
         pod
     }
 
-    /// Deletes a pod: SIGTERM, and after these seconds SIGKILL. After that the kubelet may give the device to another pod,
-    /// and the kubelet removes the control group of the pod.
+    /// Deletes a pod: its container gets SIGTERM, and after this number of seconds SIGKILL. After the end of the container
+    /// the kubelet may give the device to another pod, and removes the control group of the pod.
     fn delete(&mut self, pod: &Pod, seconds: u32) {
         self.runtime.stop(pod, seconds);
         self.runtime.end(pod).unwrap();
@@ -305,8 +309,8 @@ impl Node {
         self.containerd.remove_group(&pod.name);
     }
 
-    /// Ends the only pod. The kubelet repeats this request until it succeeds: a containerd that has just started does not
-    /// know its containers yet.
+    /// Ends the only pod. The kubelet repeats the request to end a pod until it succeeds, since a containerd that has just
+    /// started does not know its containers yet.
     fn ends(&mut self, pod: &Pod) {
         wait_for("a slice without an owner", || {
             self.runtime.end(pod).is_ok().then_some(())?;
@@ -320,28 +324,28 @@ impl Node {
         fs::read_to_string(self.containerd.folder.join("log")).unwrap_or_default()
     }
 
-    /// The client in a pod.
+    /// The client that the service lists for a pod.
     fn client(&self, pod: &str) -> Option<Value> {
         let clients = self.host.json(&["clients"])?;
         let label = format!("ml/{pod}/main");
         clients.as_array()?.iter().find(|client| client["label"] == label.as_str()).cloned()
     }
 
-    /// The containers that have slices, by slice, as the service has it.
+    /// The container to which each slice is bound, as the service lists it.
     fn owners(&self) -> BTreeMap<String, Vec<String>> {
         let text = |device: &Value, key: &str| device[key].as_str().unwrap_or_default().to_owned();
         let owner = |device: Value| (text(&device, "addr"), vec![text(&device, "bound_to")]);
         self.host.list().into_iter().map(owner).filter(|(_, owners)| !owners[0].is_empty()).collect()
     }
 
-    /// The containers that have slices, by slice, as the kubelet knows them: each slice must have one container.
+    /// The containers to which the kubelet has given each slice: each slice must have one container.
     fn given(&mut self) -> BTreeMap<String, Vec<String>> {
         let given = self.kubelet.given();
         let labels = |owners: Vec<String>| owners.iter().map(|owner| format!("ml/{owner}")).collect();
         given.into_iter().map(|(slice, owners)| (slice, labels(owners))).collect()
     }
 
-    /// The number of control groups of a pod that have processes: those of its sandbox and of its container.
+    /// The number of control groups in a pod that have processes: two if the sandbox and the container of the pod run.
     fn groups_at_work(&self, pod: &str) -> usize {
         let has_process = |group: &PathBuf| {
             fs::read_to_string(group.join("cgroup.procs")).is_ok_and(|pids| !pids.trim().is_empty())
@@ -351,7 +355,7 @@ impl Node {
     }
 }
 
-/// The child groups of a control group.
+/// The control groups directly in a control group.
 fn groups_in(group: &Path) -> Vec<PathBuf> {
     let entries = fs::read_dir(group).into_iter().flatten().flatten().map(|entry| entry.path());
     entries.filter(|path| path.is_dir()).collect()
@@ -375,7 +379,7 @@ fn a_pod_is_a_client_of_the_slice_that_the_kubelet_gave_it() {
     let client = node.client("train-0").unwrap();
     assert_eq!((&client["device"], &client["known_by"]), (&json!(own), &json!("bound")), "{client}");
     assert_eq!(node.owners(), BTreeMap::from([has(own, "ml/train-0/main")]));
-    // The limits of the client are those of the slice.
+    // The environment of the client has the limits of its slice.
     let memory = node.host.container_of(own)["environment"]["CUDA_MPS_PINNED_DEVICE_MEM_LIMIT"].clone();
     let pid = client["pid"].as_u64().unwrap();
     let environment = fs::read(format!("/proc/{pid}/environ")).unwrap();
@@ -383,7 +387,7 @@ fn a_pod_is_a_client_of_the_slice_that_the_kubelet_gave_it() {
     let limit = format!("CUDA_MPS_PINNED_DEVICE_MEM_LIMIT={}\0", memory.as_str().unwrap());
     assert!(environment.contains(&limit), "{environment}");
 
-    // No other caller gets the slice while the pod has it.
+    // No other container can start with the slice while the pod has the slice.
     let settings = node.kubelet.allocated(QUARTER, &[own]);
     let twice = Admitted { name: "train-1".to_owned(), slices: vec![own.clone()], settings };
     let refused = node.runtime.start(&node.host, &twice, &["hold", "600"]).unwrap_err();
@@ -425,7 +429,8 @@ fn on_a_full_gpu_a_pod_waits_for_the_container_of_a_pod_that_was_deleted_by_forc
     let mut beside = Runtime::beside(&node.containerd);
     let started = thread::scope(|scope| {
         let starting = scope.spawn(|| beside.start(&node.host, &next, &["hold", "600"]));
-        // The container's first process is in its control group when the hook runs.
+        // While the hook of the slice runs, the first process of the new container is already in the container's control
+        // group.
         wait_for("the container", || (node.groups_at_work("train-4") == 2).then_some(()));
         assert_eq!(node.owners()[&former.slices[0]], ["ml/train-0/main"]);
         node.runtime.stop(&former, 0);
@@ -439,13 +444,13 @@ fn on_a_full_gpu_a_pod_waits_for_the_container_of_a_pod_that_was_deleted_by_forc
     assert_eq!(node.owners(), node.given());
 }
 
-/// `ROUNDS` says how often a Deployment gets another image.
+/// The number of times that the test gives a Deployment another image, from the variable `ROUNDS`.
 fn updates() -> u32 {
     std::env::var("ROUNDS").map_or(10, |number| number.parse().unwrap())
 }
 
-/// A Deployment with three replicas on a full GPU gets one image after another. The pods are stopped in the middle of
-/// kernels, and their neighbour computes through that.
+/// A Deployment with three replicas on a full GPU gets one image after another. The pods of the Deployment are stopped in the
+/// middle of CUDA kernels, and another pod on the GPU computes all the time.
 #[test]
 fn rolling_updates_beside_a_neighbour_lose_nobody_and_give_no_slice_twice() {
     let test = "rolling_updates_beside_a_neighbour_lose_nobody_and_give_no_slice_twice";
@@ -470,10 +475,10 @@ fn rolling_updates_beside_a_neighbour_lose_nobody_and_give_no_slice_twice() {
     node.kubelet.wait_for_devices(QUARTER, 4, &[]);
 }
 
-/// The parts of a node that are killed.
+/// The parts of a node that the test kills.
 const PARTS: [&str; 3] = ["plugin", "service", "containerd"];
 
-/// All orders of these.
+/// All orders in which these parts can be killed.
 fn orders<'p>(parts: &[&'p str]) -> Vec<Vec<&'p str>> {
     if parts.is_empty() {
         return vec![Vec::new()];
@@ -487,7 +492,7 @@ fn orders<'p>(parts: &[&'p str]) -> Vec<Vec<&'p str>> {
 }
 
 impl Node {
-    /// Kills a part of the node, and starts it again if nothing else does so.
+    /// Kills a part of the node, and starts the part again unless another program does so.
     fn kill(&mut self, part: &str) {
         match part {
             "plugin" => {
@@ -513,7 +518,8 @@ impl Node {
     }
 }
 
-/// When any part of the service is killed, a pod keeps its slice and its work, and no other pod gets the slice.
+/// When the device plugin, the service or containerd is killed, a pod keeps its slice and its GPU work, and no other pod gets
+/// the slice.
 #[test]
 fn no_kill_loses_a_pod_or_gives_its_slice_away() {
     let Some(mut node) = with_pods("no_kill_loses_a_pod_or_gives_its_slice_away") else { return };
@@ -537,8 +543,8 @@ fn no_kill_loses_a_pod_or_gives_its_slice_away() {
     node.ends(&pod);
 }
 
-/// A killed control daemon takes its clients with it. The slices of the control daemon are served again, and each can be
-/// given out again when its pod has ended.
+/// The clients of a killed control daemon end. The service serves the slices of the control daemon again, and the kubelet can
+/// give each slice to another pod when the slice's former pod has ended.
 #[test]
 fn the_slices_of_a_killed_control_daemon_are_served_again() {
     let Some(mut node) = with_pods("the_slices_of_a_killed_control_daemon_are_served_again") else { return };
@@ -553,8 +559,8 @@ fn the_slices_of_a_killed_control_daemon_are_served_again() {
                 assert!(was_at_work);
                 wait_for("the end of the program", || (!alive(pid)).then_some(()));
             } else if part == "containerd" && was_at_work {
-                // If a program ended while containerd reads back what runs, containerd would not notice the end, and would
-                // lose the pod. So the test waits.
+                // If the program of a pod ended while a restarted containerd searches for its running containers, containerd
+                // would not notice the end, and would lose the pod. So the test waits.
                 wait_for("a containerd that knows the pod", || node.runtime.runs(&pod).then_some(()));
             }
         }

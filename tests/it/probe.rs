@@ -1,4 +1,5 @@
-//! `yunion-mpsctl probe`: real clients of the simulated GPU, that may get other limits than were set.
+//! Tests of `yunion-mpsctl probe`, which starts real clients on a simulated GPU: the simulator may give the clients other
+//! limits than the service has set.
 
 use std::process::Stdio;
 
@@ -8,7 +9,7 @@ use crate::support::host::{Host, text};
 use crate::support::skip::root_or_skip;
 use crate::support::wait::wait_for;
 
-/// The answer of `probe --json`, and its exit status.
+/// Runs `yunion-mpsctl probe --json`, and returns its exit status and its JSON.
 fn probe(host: &Host, arguments: &[&str]) -> (Option<i32>, Value) {
     let output = host.mpsctl(&[&["probe", "--json"], arguments].concat());
     let reports = serde_json::from_slice(&output.stdout);
@@ -43,7 +44,7 @@ fn what_is_promised_is_what_is_found() {
         table.contains("A client gets the memory and the threads that the service publishes."),
         "{table}"
     );
-    // The name of a GPU means any of its slices.
+    // If `probe` gets the name of a GPU, it tests any slice of the GPU.
     for name in ["00:06.0", "0000:00:06.0", report["device_path"].as_str().unwrap()] {
         let (status, reports) = probe(&host, &[name]);
         assert_eq!((status, &reports[0]["addr"]), (Some(0), &json!("00:06.0-0")), "{name}: {reports:#}");
@@ -57,7 +58,7 @@ fn what_is_promised_is_what_is_found() {
 fn each_gpu_is_probed_once() {
     let mut host = Host::new("mixed");
     host.start();
-    // One of the GPUs is in MIG mode, so the service is degraded.
+    // One GPU of the board is in MIG mode, so the service is degraded.
     host.wait_for_state("degraded");
     let (status, reports) = probe(&host, &[]);
     assert_eq!(status, Some(1), "{reports:#}");
@@ -73,8 +74,8 @@ fn each_gpu_is_probed_once() {
         let error = report["error"].as_str().unwrap_or_default();
         assert_eq!(error.contains("MIG is on"), device["healthy"] == false, "{error}");
     }
-    // The first GPU has smaller slices than the second. The environment has the limits of its slice, which are below the
-    // limits of the control daemon.
+    // The first GPU has smaller slices than the second GPU. So the limits in the environment of a slice of the first GPU are
+    // lower than the limits of the control daemon.
     let report = &reports[0];
     assert_eq!(report["slice"]["promised"]["thread_percentage"], 12, "{report:#}");
     assert_eq!(report["control_daemon"]["promised"]["thread_percentage"], 25, "{report:#}");
@@ -103,7 +104,7 @@ fn looser_limits_show_without_the_environment() {
              is not in force, or a larger limit is"
         ])
     );
-    // Although the limit is larger, the probe allocates no more memory than the slice promises.
+    // Although the control daemon's limit is larger, `probe` allocates no more memory than the slice has.
     assert_eq!(reports[0]["control_daemon"]["found"]["memory_allocated"], 35942);
 }
 
@@ -135,7 +136,7 @@ fn a_gpu_before_volta_promises_nothing() {
     assert!(said.contains("This GPU enforces no limits (before Volta)"), "{said}");
 }
 
-/// The probe does not wait until the clients of another user have ended.
+/// `probe` does not wait until the clients of another user have ended.
 #[test]
 fn another_users_turn_is_not_waited_for() {
     if !root_or_skip("another_users_turn_is_not_waited_for") {
@@ -184,7 +185,7 @@ fn without_a_driver_there_is_a_message() {
     let said = text(&output);
     assert_eq!(output.status.code(), Some(1), "{said}");
     assert!(said.contains("NOT PROBED: a CUDA process: libcuda.so.1 can't be loaded"), "{said}");
-    // A file that has the name of the library, and is no library.
+    // The test writes a file that has the name of CUDA's library, and is no library.
     host.plant("lib/libcuda.so.1", "no library");
     assert!(text(&host.mpsctl(&["probe"])).contains("libcuda.so.1 can't be loaded"));
 }

@@ -1,5 +1,5 @@
-//! GPU work is taken from a tenant and its neighbours carry on: on a simulated host, with a client in a long kernel and
-//! a bystander on the same GPU.
+//! The service ends the GPU work of one client, and the other clients carry on. The tests run on a simulated host, with a
+//! client in a long CUDA kernel and a bystander, another client on the same GPU.
 
 use std::fs;
 use std::io::{Read, Write};
@@ -23,16 +23,16 @@ use crate::support::wait::wait_for;
 /// The number of tries for each way of ending a client.
 const ROUNDS: usize = 4;
 
-/// The words for the slice of every client but the bystander.
+/// The words in messages for the slice of every client except the bystander.
 const SLICE: &str = ", slice 00:06.0-1";
 
-/// Checks the end of a command of `yunion-mpsctl run` whose GPU work was ended first: it exits by itself, or by the signal if
-/// that is faster.
+/// Checks the end of a command that `yunion-mpsctl run` has started, and whose GPU work was ended before the signal: the
+/// command exits by itself, or by the signal if the signal is faster.
 fn assert_released((status, said): (Option<i32>, String), signal: Signal) {
     assert!(!said.contains("which may be a fault for other clients of the GPU"), "{signal:?}: {said}");
     match status {
         Some(3) => assert!(said.contains(TERMINATED), "{signal:?}: {said}"),
-        // The signal has ended the program before it could print its last line.
+        // In this case the signal has ended the program before the program could print its last line.
         _ => assert_eq!(status, Some(128 + signal.as_raw()), "{signal:?}: {said}"),
     }
 }
@@ -69,13 +69,13 @@ fn terminate_by_pid_and_by_device() {
         let events = scene.host.json(&["events"]).unwrap();
         let event = events.as_array().unwrap().last().unwrap();
         assert_eq!((&event["ended_for"], &event["ended_clients"]), (&json!([pid]), &json!(ended)));
-        // The journal has the same text as the event.
+        // The service's log has the same text as its event.
         let own = format!("GPU work ended on request: {}", ended.trim_start_matches("1 client: "));
         assert!(scene.host.log().contains(&own), "{own}\n{}", scene.host.log());
         assert_terminated(victim);
         assert!(scene.bystander_survives());
 
-        // The clients of other slices go on. Slice 2 has none.
+        // The clients of slices that the command does not name go on. Slice 2 has none.
         let (one, two) = (scene.victim(), scene.victim());
         let said =
             succeeded(&scene.host.mpsctl(&["terminate", "--device", "00:06.0-2", "--device", "00:06.0-1"]));
@@ -124,7 +124,7 @@ fn terminate_by_container() {
         assert_eq!(said, format!("{expected}Ended the GPU work of {both}.\n"));
         assert_terminated(shallow);
         assert_terminated(deep);
-        // No client of the container runs any more, which is no error.
+        // The container has no client any more, and ending its GPU work is no error.
         succeeded(&scene.host.mpsctl(&["terminate", "--container", &id.to_uppercase()]));
         assert!(scene.bystander_survives());
         other.let_go(scene.bystander.id());
@@ -164,8 +164,8 @@ fn an_id_of_two_containers_is_refused() {
     assert!(scene.bystander_survives());
 }
 
-/// A user gives a control group a name with the same beginning. The containers of other users are still released, since root
-/// has not made that control group.
+/// A user gives a control group a name that begins like the id of a container. The GPU work of that container can still be
+/// ended by its short id, since the service ignores control groups that root has not made.
 #[test]
 fn a_strangers_control_group_is_in_no_containers_way() {
     let mut scene = Neighbours::new();
@@ -186,7 +186,7 @@ fn a_strangers_control_group_is_in_no_containers_way() {
     succeeded(&scene.host.mpsctl(&["terminate", "--container", &container.id[..12]]));
     assert_terminated(victim);
     assert!(scene.listed().contains(&stranger.id()));
-    // Once the other container has ended, the beginning of the id is unambiguous.
+    // Once the container with the similar id has ended, the beginning of the id is unambiguous.
     succeeded(&scene.host.mpsctl(&["terminate", "--container", &alike.id[..12]]));
     assert_terminated(stranger);
     assert!(scene.bystander_survives());
@@ -194,13 +194,14 @@ fn a_strangers_control_group_is_in_no_containers_way() {
     let _ = fs::remove_dir(parent);
 }
 
-/// While a client without a known slice uses the GPU, the answer does not say that a slice is unused.
+/// While a client whose slice is not known uses the GPU, `terminate --device` does not answer that no process uses a slice.
 #[test]
 fn a_client_that_lost_its_environment_is_named() {
     let mut scene = Neighbours::new();
     let mut command = scene.host.program_of("00:06.0-1", &["long", "600"]);
     command.stdout(Stdio::piped());
-    // The pipe directory of all slices names no slice. The directory of a slice would name that slice.
+    // The variable for the pipe directory of all slices does not tell the client's slice. The directory of a slice would tell
+    // it.
     command.env("CUDA_MPS_PIPE_DIRECTORY", scene.host.path("mps/pipe"));
     let silent = command.env_remove("YUNION_MPS_DEVICE").spawn().unwrap();
     scene.computes(silent.id());
@@ -244,7 +245,7 @@ fn what_cannot_be_terminated_says_why() {
     assert!(scene.bystander_survives());
 }
 
-/// Calls a method of the service with gdbus, and returns the output. Errors have their D-Bus names.
+/// Calls a method of the service with gdbus, and returns the output. The output has the D-Bus name of an error.
 fn call(command: &mut Command, method: &str, arguments: &[&str]) -> String {
     command.args([
         "call",
@@ -258,8 +259,8 @@ fn call(command: &mut Command, method: &str, arguments: &[&str]) -> String {
     text(&command.output().unwrap())
 }
 
-/// A user may not even end the GPU work of a program of the same user: a program that does not disconnect would block the control
-/// daemon for all clients.
+/// A user other than root may not end GPU work, not even of the user's own programs: a program that does not disconnect would
+/// block the control daemon for all clients.
 #[test]
 fn only_root_may_end_gpu_work() {
     if !root_or_skip("only_root_may_end_gpu_work") {
@@ -305,7 +306,7 @@ fn servers_are_named_by_their_gpus() {
     );
 }
 
-/// A request restarts a server that has no clients, and no other server.
+/// The D-Bus method RestartServer restarts a server only if it has no clients.
 #[test]
 fn a_server_is_restarted_between_clients() {
     let mut scene = Neighbours::new();
@@ -324,8 +325,9 @@ fn a_server_is_restarted_between_clients() {
     assert_eq!(after["control_daemons"][0]["starts"], 1);
 }
 
-/// A program that waits for something other than its GPU stays a client until it calls CUDA again. The GPU work of such a
-/// program has ended nevertheless: the answer comes at once, and the signal that follows hurts no other client.
+/// A program whose GPU work was ended, and which waits for something other than its GPU, stays a client until it calls CUDA
+/// again. The answer to the request comes at once nevertheless, and a signal that later kills the program hurts no other
+/// client.
 #[test]
 fn a_client_that_stays_is_done_with() {
     let mut scene = Neighbours::new();
@@ -334,15 +336,15 @@ fn a_client_that_stays_is_done_with() {
     scene.computes(staying.id());
     succeeded(&scene.host.mpsctl(&["terminate", "--device", "00:06.0-1"]));
     succeeded(&scene.host.mpsctl(&["terminate", "--device", "00:06.0-1"]));
-    // The client got no signal, so its process still sleeps.
+    // `terminate` sends the client no signal, so the client's process still sleeps.
     wait_for("it sleeps on", || (process_state(staying.id()) == Some('S')).then_some(()));
     signal_pid(staying.id(), Signal::KILL);
     assert!(ended(staying).1.contains(TERMINATED));
     assert!(scene.bystander_survives());
 }
 
-/// The control daemon waits for the client that it terminates, and all other callers wait for the control daemon: a tenant
-/// who stops a process must not block them.
+/// A control daemon waits for a client that it terminates, and all other callers wait for the control daemon: a tenant who
+/// stops the client by SIGSTOP must not block these callers.
 #[test]
 fn a_client_that_is_stopped_holds_up_nobody() {
     let mut scene = Neighbours::new();
@@ -357,8 +359,8 @@ fn a_client_that_is_stopped_holds_up_nobody() {
     assert!(scene.bystander_survives());
 }
 
-/// If a debugger stops the client, no signal continues it, and the request must not block. The client's owner may be that
-/// debugger.
+/// If a debugger stops a client, no signal continues the client, and a request to end its GPU work must not block other
+/// callers. The client's owner may have started the debugger for this purpose.
 #[test]
 fn a_client_that_a_debugger_holds_holds_up_nobody() {
     let mut scene = Neighbours::new();
@@ -370,7 +372,7 @@ fn a_client_that_a_debugger_holds_holds_up_nobody() {
     wait_for("the refusal", || {
         scene.host.log().contains("can't be continued: the process stays stopped").then_some(())
     });
-    // The control daemon still answers all questions.
+    // The control daemon still answers other commands.
     assert!(scene.listed().contains(&victim.id()));
     assert!(scene.host.json(&["clients"]).is_some());
     debugger.end();
@@ -388,8 +390,8 @@ const STOP_AGAIN_AND_AGAIN: &str = "import os, signal, sys, time\n\
     except ProcessLookupError:\n\
     \x20   pass\n";
 
-/// Another program of the tenant stops the client again and again. The service continues the client for as long as the
-/// control daemon waits for it.
+/// A program of the tenant stops the client by SIGSTOP again and again. The service continues the client for as long as the
+/// control daemon waits for the client's end.
 #[test]
 fn a_client_that_is_stopped_again_and_again_holds_up_nobody() {
     let mut scene = Neighbours::new();
@@ -427,7 +429,7 @@ struct Freezer {
 }
 
 impl Freezer {
-    /// A control group of each kind that can be made on this machine.
+    /// Makes a control group in each kind of hierarchy of this machine that can freeze processes.
     fn all() -> Vec<Self> {
         let kinds = [
             ("/sys/fs/cgroup/unified", "cgroup.freeze", ["0", "1"]),
@@ -436,7 +438,7 @@ impl Freezer {
         ];
         let made = kinds.into_iter().filter_map(|(root, file, states)| {
             let group = Path::new(root).join(format!("mps-test-{}-frozen", std::process::id()));
-            // Outside of a hierarchy of control groups, this call would make a plain directory.
+            // If no hierarchy of control groups is mounted at `root`, `create_dir_all` would make a plain directory.
             let is_root = Path::new(root).join("cgroup.procs").exists();
             if !is_root || fs::create_dir_all(group.join("deeper")).is_err() {
                 return None;
@@ -477,8 +479,8 @@ impl Drop for Freezer {
     }
 }
 
-/// The processes of a paused container do not look stopped, and no signal continues them. After the request the container is
-/// paused again.
+/// The processes of a paused container do not have the process state of stopped processes, and no signal continues them.
+/// After a request to end its GPU work, the container is paused again.
 #[test]
 fn a_client_in_a_frozen_control_group_holds_up_nobody() {
     if !root_or_skip("a_client_in_a_frozen_control_group_holds_up_nobody") {
@@ -505,8 +507,8 @@ fn a_client_in_a_frozen_control_group_holds_up_nobody() {
     }
 }
 
-/// Calls `TerminateClient` for one process again and again without reading answers, and prints a line after the first hundred
-/// calls.
+/// A Python program that calls `TerminateClient` for one process again and again without reading answers, and prints a line
+/// after the first hundred calls.
 const FLOOD: &str = r#"
 import os, socket, struct, sys, time
 address, pid, count = sys.argv[1].removeprefix("unix:path="), int(sys.argv[2]) or os.getpid(), int(sys.argv[3])
@@ -542,7 +544,8 @@ print("sent", flush=True)
 sys.stdin.read()
 "#;
 
-/// Starts a flood of calls by a user: for one process or, if `pid` is 0, for the flood's own process.
+/// Starts the program `FLOOD` as a user other than root: it calls `TerminateClient` for one process or, if `pid` is 0, for
+/// itself.
 fn flood(host: &Host, pid: u32) -> Child {
     let mut python = host.command_as_member("/usr/bin/python3");
     python.args(["-c", FLOOD, &host.bus_address(), &pid.to_string(), "8000"]);
@@ -553,7 +556,8 @@ fn flood(host: &Host, pid: u32) -> Child {
     python
 }
 
-/// A user who calls all the time delays neither the supervisor, when the control daemon ends, nor root.
+/// A user who calls `TerminateClient` all the time delays neither the restart of a control daemon that has ended, nor calls
+/// of root.
 #[test]
 fn a_flood_of_terminations_holds_up_neither_supervision_nor_root() {
     if !root_or_skip("a_flood_of_terminations_holds_up_neither_supervision_nor_root") {
@@ -593,8 +597,9 @@ fn a_flood_of_terminations_holds_up_neither_supervision_nor_root() {
     }
 }
 
-/// A control daemon that the next service does not need still has clients: these are listed, and the answer that no client is
-/// left comes only when that is true. A control daemon whose configuration was removed is asked, too.
+/// A control daemon that the next service does not need still has clients: the service lists these clients, and answers that
+/// no client is left only when no client of this control daemon is left. The service also asks a control daemon that the
+/// configuration no longer has.
 #[test]
 fn control_daemons_that_do_not_serve_as_planned_are_asked_too() {
     for forgotten in [false, true] {
@@ -640,7 +645,8 @@ fn a_control_daemon_that_hangs_holds_up_nobody_else() {
         command.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap()
     };
     let mut attempts = ways.map(attempt);
-    // The reload is handled by the same loop as the requests, so the loop is not blocked.
+    // The same loop handles reloads and requests to end GPU work. If the reload succeeds, these requests do not block the
+    // loop.
     assert!(scene.host.json(&["list"]).is_some());
     succeeded(&scene.host.mpsctl(&["reload"]));
     let pending =
@@ -649,8 +655,8 @@ fn a_control_daemon_that_hangs_holds_up_nobody_else() {
     for attempt in attempts {
         let (status, said) = ended(attempt);
         assert_eq!(status, Some(1), "{said}");
-        // Questions to one control daemon wait for each other, each up to 5 s, and the supervisor asks questions too. So the
-        // last question may time out before it is sent.
+        // Commands to one control daemon wait for each other, each up to 5 s, and the supervisor of the control daemon sends
+        // commands too. So the last command may time out before it is sent.
         let silent =
             ["did not answer `get_server_list` within 5 s", "did not get its turn at the control daemon"];
         assert!(silent.iter().any(|reason| said.contains(reason)), "{said}");
@@ -681,7 +687,7 @@ fn run_finds_all_that_the_command_has_started() {
     for script in [
         "trap 'echo signalled; exit 9' TERM; cuda-client long 600; while :; do sleep 0.01; done",
         "trap 'echo signalled; exit 9' TERM; setsid -w cuda-client long 600; while :; do sleep 0.01; done",
-        // The shell that has started the client ends at once, so the client has no parent in the command.
+        // The subshell that has started the client ends at once, so the client's parent is no process of the command.
         "trap 'echo signalled; exit 9' TERM; (cuda-client long 600 &); while :; do sleep 0.01; done",
     ] {
         for _ in 0..ROUNDS {
@@ -695,18 +701,18 @@ fn run_finds_all_that_the_command_has_started() {
                 "{script}: {said}"
             );
             assert_eq!(status, Some(9), "{script}: {said}");
-            // A client in the process group may be ended by the signal before it prints its last line. `setsid` starts a
-            // client in a group of its own.
+            // If the client is in the command's process group, the signal may end the client before it prints its last line.
+            // `setsid` starts the client in another process group.
             assert!(said.contains(TERMINATED) || !script.contains("setsid"), "{script}: {said}");
             assert!(scene.bystander_survives(), "{script}");
         }
     }
 }
 
-/// A name that the kernel cuts inside a character: /proc/PID/stat and /proc/PID/status are no text then.
+/// A program name that the kernel cuts inside a character, so that /proc/PID/stat and /proc/PID/status are not valid UTF-8.
 const CUT_NAME: &str = "x训练任务模型";
 
-/// Copies a program of the host to a file with that name.
+/// Makes a link with the name `CUT_NAME` to a program of the host.
 fn under_cut_name(host: &Host, program: &Path) -> String {
     let named = host.path(CUT_NAME);
     std::os::unix::fs::symlink(program, &named).unwrap();
@@ -733,7 +739,8 @@ fn run_knows_a_client_by_any_name() {
     }
 }
 
-/// A command with a handler for SIGUSR1 gets the signal, and goes on, whatever its name is.
+/// `run` passes SIGUSR1 on to a command with a handler for it, which goes on, even if the name of the command is cut inside a
+/// character.
 #[test]
 fn run_passes_a_users_signal_on_by_any_name() {
     const SCRIPT: &str = "trap 'echo told' USR1; cuda-client long 600 & while :; do sleep 0.01; done";
@@ -769,14 +776,15 @@ fn run_passes_signals_on_when_the_daemon_does_not_answer() {
         run
     };
     let mut scene = Neighbours::new();
-    // The service hangs. `run` waits some seconds for the service before it passes the signal on.
+    // The service hangs. If the service does not answer, `run` waits 5 s for it before it passes a signal on to the command.
     let run = started(&scene, one);
     signal_pid(scene.host.pid(), Signal::STOP);
     signal_pid(run.id(), Signal::INT);
     let (status, said) = ended(run);
     assert_eq!(status, Some(7), "{said}");
     assert!(said.contains(&format!("{WARNING}the GPU work did not end within 5 s")), "{said}");
-    // A second signal is passed on at once, and so is the first. The order of the two signals is not guaranteed.
+    // When `run` gets a second signal, it passes both signals on at once. The order in which the command gets the two signals
+    // is not guaranteed.
     signal_pid(scene.host.pid(), Signal::CONT);
     let run = started(&scene, both);
     signal_pid(scene.host.pid(), Signal::STOP);
@@ -785,7 +793,7 @@ fn run_passes_signals_on_when_the_daemon_does_not_answer() {
     let (status, said) = ended(run);
     assert_eq!(status, Some(7), "{said}");
     assert!(said.contains("TERM") && !said.contains(WARNING), "{said}");
-    // From here on the service does not run.
+    // From this line on, the service does not run.
     signal_pid(scene.host.pid(), Signal::CONT);
     let run = started(&scene, one);
     scene.host.signal(Signal::KILL);
@@ -813,14 +821,14 @@ fn run_leaves_ignored_signals_ignored() {
     assert_eq!(mask & 1, 1, "SIGHUP reaches the command: {said}");
 }
 
-/// A terminal with a program in its foreground: what is written goes to the terminal's keyboard.
+/// A terminal with a program in its foreground. Bytes that a test writes to `keyboard` are typed on the terminal.
 struct Terminal {
     python: Child,
     keyboard: ChildStdin,
 }
 
 impl Terminal {
-    /// `yunion-mpsctl run` as a client of slice 1.
+    /// Starts a command on a terminal with `yunion-mpsctl run` on slice 1.
     fn run(scene: &Neighbours, command: &[&str]) -> Self {
         let program =
             "import os, pty, sys\nsys.exit(os.waitstatus_to_exitcode(pty.spawn(sys.argv[1:])) & 255)";
@@ -839,7 +847,7 @@ impl Terminal {
         self.keyboard.write_all(keys.as_bytes()).unwrap();
     }
 
-    /// The process in the foreground of the terminal, as soon as there is one: yunion-mpsctl.
+    /// Waits until yunion-mpsctl runs in the foreground of the terminal, and returns its PID.
     fn foreground(&self) -> u32 {
         let python = self.python.id();
         wait_for("a program on the terminal", || {
@@ -849,7 +857,8 @@ impl Terminal {
     }
 
     fn ended(self) -> (Option<i32>, String) {
-        // The input of the terminal stays open until the program has ended: closing it would end the program.
+        // The input of the terminal stays open until the program on the terminal has ended: closing the input would end the
+        // program.
         let Self { python, keyboard } = self;
         let ended = ended(python);
         drop(keyboard);

@@ -1,4 +1,4 @@
-//! A configuration that changes while the service runs.
+//! Tests of configuration changes while the service runs.
 
 use std::thread::sleep;
 use std::time::Duration;
@@ -16,7 +16,7 @@ use crate::support::wait::wait_for;
 
 const ENTRY: &str = "path: /dev/dri/renderD128, type: NVIDIA_MPS, virtual_number:";
 
-/// The number of configurations put in force since the start.
+/// The number of reloads of the configuration in the events of a status.
 fn reloads(status: &Value) -> usize {
     let events = status["events"].as_array().unwrap();
     events.iter().filter(|event| event["text"] == "configuration reloaded").count()
@@ -26,7 +26,8 @@ fn generation(status: &Value) -> u64 {
     status["service"]["generation"].as_u64().unwrap()
 }
 
-/// More slices: the new ones are listed, a signal reports them, and the list is never empty in between.
+/// A reload adds slices: the service lists the new slices, a D-Bus signal reports them, and the list of slices is never
+/// incomplete during the reload.
 #[test]
 fn more_slices() {
     let mut host = Host::serving("tesla-p40");
@@ -58,13 +59,14 @@ fn more_slices() {
     assert_eq!(host.stop().code(), Some(0));
 }
 
-/// The memory that is kept for the CUDA context of a client of this slice.
+/// The memory in MiB that a CUDA context takes of this slice, by the slice's thread percentage.
 fn context_mib(slice: &Value) -> u64 {
     32 + 7 * slice["mps_thread_percentage"].as_u64().unwrap()
 }
 
-/// An entry says how much memory its slices have, in both topologies: the limit is published and in force, a client can't
-/// have more, and a sum beyond the memory of the GPU is refused with the name of the key, without any change.
+/// An entry of the device file sets the memory of its slices: the service publishes the limit and puts it in force, a client
+/// can't have more memory, and the service refuses a sum beyond the memory of the GPU with the name of the key, without
+/// changing anything.
 fn the_memory_of_slices_is_as_written(topology: Topology) {
     let mut host = Host::serving_as(topology, "h200");
     let client = host.client();
@@ -107,8 +109,9 @@ fn the_memory_of_slices_is_as_written(topology: Topology) {
     assert_eq!(host.stop().code(), Some(0));
 }
 
-/// Slices of different sizes: each slice is published, limited by its environment and watched with its own size. If each slice
-/// has a control daemon of its own, that control daemon enforces the size.
+/// Slices of one GPU have different sizes: the service publishes each slice with its own size, sets the limits in the slice's
+/// environment to this size, and compares the memory of its clients with it. If each slice has its own control daemon, the
+/// control daemon enforces the size.
 fn slices_have_sizes_of_their_own(topology: Topology) {
     let mut host = Host::with_topology(topology, "h200");
     let sizes =
@@ -142,7 +145,7 @@ fn slices_have_sizes_of_their_own(topology: Topology) {
     assert_eq!((of_slices.as_slice(), is_loose), (&most[..], loose));
     assert_eq!(host.front_end(&host.private(), "get_default_device_pinned_mem_limit 0"), default);
 
-    // Four clients are one too many for the second slice. The third slice may have four.
+    // Four clients are one more than the second slice may have. The third slice may have four clients.
     let clients: Vec<Client> = (0..4).map(|_| host.client_of("00:06.0-1")).collect();
     let others: Vec<Client> = (0..4).map(|_| host.client_of("00:06.0-2")).collect();
     wait_for("overuse of the second slice alone", || {
@@ -151,7 +154,7 @@ fn slices_have_sizes_of_their_own(topology: Topology) {
     });
     drop((clients, others));
 
-    // The sizes in the file change, and `check` shows the differences from the service.
+    // The sizes in the device file change, and `check` shows the differences from the slices that the service serves.
     host.devices(&[&format!(
         "path: /dev/dri/renderD128, type: NVIDIA_MPS, {}",
         sizes.replace("20GiB", "10GiB")
@@ -169,8 +172,8 @@ fn slices_have_sizes_of_their_own(topology: Topology) {
 
 in_both_topologies! { the_memory_of_slices_is_as_written, slices_have_sizes_of_their_own }
 
-/// While the slices of one GPU of eight change, all signals on the bus are about that GPU. The slices of the other GPUs stay
-/// healthy, the service stays ready, and the answer comes when the new limits are in force.
+/// While the slices of one GPU of eight change, all signals of the service on D-Bus are about this GPU. The slices of the
+/// other GPUs stay healthy, the service stays ready, and the call of Reload returns when the new limits are in force.
 #[test]
 fn only_the_gpu_that_changes_is_said_to_change() {
     let entries = |last: u32| -> Vec<String> {
@@ -192,7 +195,8 @@ fn only_the_gpu_that_changes_is_said_to_change() {
     assert_eq!(others.len(), 56);
     let listener = Listener::start(&host);
 
-    // With 7 slices the defaults grow, with 8 they are as before, and with 9 slices they stay.
+    // With 7 slices on the last GPU the control daemon's default limits grow, with 8 slices they are as before, and with 9
+    // slices they do not change.
     for slices in [7, 8, 9] {
         configure(&host, slices);
         let reloaded = host.call("Control.Reload");
@@ -205,7 +209,7 @@ fn only_the_gpu_that_changes_is_said_to_change() {
         listener.wait_for(&format!("DevicesChanged {}", text(&reloaded).trim()));
     }
     let heard = listener.heard();
-    // While a default grows, a slice with a lower limit gets a warning, and its health does not change.
+    // While a default limit of the control daemon is above the limit of a slice, the slice gets a warning and stays healthy.
     let of_others = |line: &&str| {
         let is_in = |other: &String| {
             line.starts_with(&format!("/io/yunion/Mps1/devices/_{}:", other.replace([':', '.', '-'], "_")))
@@ -221,7 +225,7 @@ fn only_the_gpu_that_changes_is_said_to_change() {
 }
 
 /// With a control daemon for each GPU, no signal is about the GPUs that do not change. The service sends two signals about a
-/// slice of the GPU that changes: when it has new limits, and when they are in force.
+/// slice of the GPU that changes: when the slice has new limits, and when the new limits are in force.
 #[test]
 fn a_control_daemon_of_its_own_keeps_a_change_to_its_gpu() {
     let entry = |gpu: u32, slices: u32| {
@@ -255,13 +259,13 @@ fn a_control_daemon_of_its_own_keeps_a_change_to_its_gpu() {
     assert_eq!(host.stop().code(), Some(0));
 }
 
-/// The new slices are listed before their control daemon serves.
+/// The service lists new slices before their control daemon serves.
 #[test]
 fn new_slices_are_listed_while_the_control_daemon_restarts() {
     let host = Host::serving("tesla-p40");
     host.plant("mps/fault/start-exits", "");
     host.devices(&[&format!("{ENTRY} 2")]);
-    // Another pipe directory needs another control daemon.
+    // A change of the pipe directory needs a new control daemon.
     host.configure(&format!("cuda_mps_pipe_directory: {}", host.path("mps/other").display()));
     host.signal(Signal::HUP);
     wait_for("two slices that are not healthy", || {
@@ -274,7 +278,8 @@ fn new_slices_are_listed_while_the_control_daemon_restarts() {
     assert_eq!(host.list().len(), 2);
 }
 
-/// A configuration with the same meaning, or with changes that concern no control daemon, restarts no control daemon.
+/// A reload of a configuration with the same meaning, or with changes that concern no control daemon, restarts no control
+/// daemon.
 #[test]
 fn nothing_new_disturbs_nobody() {
     let mut host = Host::serving("tesla-p40");
@@ -293,7 +298,7 @@ fn nothing_new_disturbs_nobody() {
     assert_eq!(host.stop().code(), Some(0));
 }
 
-/// A bad configuration changes nothing, is reported to the caller and in the state, and the report ends once the
+/// A reload of a bad configuration changes nothing. The caller gets the error, and the status shows it until the
 /// configuration is corrected.
 #[test]
 fn a_bad_configuration_changes_nothing() {
@@ -321,7 +326,7 @@ fn a_bad_configuration_changes_nothing() {
         let status = host.wait_for_state("ready");
         assert_eq!(control_pid(&status), control_pid(&before));
     }
-    // The file has no mistake, but names a GPU that the host does not have.
+    // The device file has no syntax error, but names a GPU that the host does not have.
     host.devices(&["path: /dev/dri/renderD200, type: NVIDIA_MPS, virtual_number: 4"]);
     let said = text(&host.call("Control.Reload"));
     assert!(said.contains("InvalidConfig") && said.contains("host_container_device.yml:2"), "{said}");
@@ -330,7 +335,8 @@ fn a_bad_configuration_changes_nothing() {
     assert_eq!(host.stop().code(), Some(0));
 }
 
-/// A typing error in the type of one entry does not make the service serve all other GPUs.
+/// A typing error in the type of the only entry leaves the device file without an entry for MPS: the service must not serve
+/// all GPUs then, as it does without entries.
 #[test]
 fn a_typing_error_in_a_type_takes_no_gpu() {
     let mut host = Host::new("h200x8");
@@ -375,7 +381,7 @@ fn a_typing_error_in_a_type_takes_no_gpu() {
         let checked = host.check();
         assert_eq!(checked.status.code(), Some(78), "{wrong}: {}", text(&checked));
     }
-    // Like the host agent, the service accepts keys in capitals, and a merge key of YAML.
+    // Like the platform's host agent, the service accepts keys in capitals and YAML merge keys in the device file.
     for same in [
         entry.replace("type", "TYPE").replace("path", "PATH").replace("devices", "DEVICES"),
         "ours: &ours\n  type: NVIDIA_MPS\n  virtual_number: 4\ndevices:\n- path: /dev/dri/renderD131\n  <<: *ours\n"
@@ -394,7 +400,8 @@ fn a_typing_error_in_a_type_takes_no_gpu() {
     assert_eq!(host.stop().code(), Some(0));
 }
 
-/// MPS is disabled and enabled again: in between no control daemon runs and no compute mode is changed.
+/// MPS is disabled and enabled again: while it is disabled, no control daemon runs and all GPUs have their former compute
+/// modes.
 #[test]
 fn switched_off_and_on_again() {
     let mut host = Host::serving("h200");
@@ -429,7 +436,7 @@ fn switched_off_from_the_start() {
     assert_eq!(host.stop().code(), Some(0));
 }
 
-/// A GPU that was lost and is back is served after a reload.
+/// A GPU that was lost at the start and is back is served after a reload.
 #[test]
 fn a_gpu_that_came_back_is_served_after_a_reload() {
     let mut host = Host::new("h200x8");
@@ -443,8 +450,8 @@ fn a_gpu_that_came_back_is_served_after_a_reload() {
     assert_eq!(host.stop().code(), Some(0));
 }
 
-/// One call to NVML fails during a reload, which is refused: the driver stays in force, and GPUs are served as before, no matter
-/// what ends later.
+/// One call to NVML fails during a reload, so the service refuses the reload: it goes on using the driver, and serves the
+/// GPUs as before, no matter which control daemon ends later.
 #[test]
 fn a_reload_that_nvml_fails_takes_the_driver_from_nobody() {
     let mut host = Host::serving("h200x8");
@@ -455,7 +462,7 @@ fn a_reload_that_nvml_fails_takes_the_driver_from_nobody() {
     assert!(said.contains("the driver can't list its GPUs"), "{said}");
     let status = host.wait_for_state("degraded");
     assert_eq!(status["service"]["driver_version"], before["service"]["driver_version"]);
-    // The start of a control daemon needs the driver: it sets the compute modes, and looks at each GPU.
+    // The service needs the driver to start a control daemon, since it sets the compute modes and checks each GPU first.
     signal_pid(control_pid(&before), Signal::KILL);
     host.wait_for_status("another control daemon that serves", |status| {
         let control_daemon = control_daemon(status);
@@ -485,8 +492,8 @@ fn a_reload_while_a_gpu_hangs_serves_the_others() {
     assert_eq!(host.stop().code(), Some(0));
 }
 
-/// A reload changes the topology: the control daemon of all GPUs is replaced by one for each GPU, and later the other way
-/// round.
+/// A reload changes the topology: a control daemon for each GPU replaces the control daemon of all GPUs, and later one
+/// control daemon of all GPUs replaces these.
 #[test]
 fn another_topology() {
     let mut host = Host::new("mixed");
@@ -507,8 +514,8 @@ fn another_topology() {
     host.nothing_runs();
 }
 
-/// A reload changes the topology while a client runs: the former control daemon stays until the client has ended, however
-/// often the service checks it, and the new control daemons wait for its GPUs.
+/// A reload changes the topology while a client runs: the former control daemon runs until the client has ended, however
+/// often the service checks the control daemon, and the new control daemons wait for the GPUs.
 #[test]
 fn another_topology_waits_for_clients() {
     let mut host = Host::serving("h200");
@@ -522,7 +529,7 @@ fn another_topology_waits_for_clients() {
         let reason = control_daemon(&status)["reason"].as_str().unwrap();
         assert!(reason.contains("no longer needed"), "{reason}");
         assert!(host.list().iter().all(|device| device["healthy"] == false));
-        // A reload makes the service look at the host and the control daemons again.
+        // A reload makes the service check the host and the control daemons again.
         assert!(host.call("Control.Reload").status.success());
     }
     assert!(client.try_wait().unwrap().is_none());
@@ -535,8 +542,8 @@ fn another_topology_waits_for_clients() {
     assert_eq!(host.compute_mode(0), "Default");
 }
 
-/// A host.conf that is just being written, or was removed, does not mention MPS. A missing setting is no reason to end the
-/// work of all tenants.
+/// A host.conf that an editor is just writing, or that was removed, has no setting for MPS. A missing setting must not end
+/// the GPU work of all tenants.
 #[test]
 fn nobody_s_work_ends_for_want_of_a_word() {
     let mut host = Host::new("h200");
@@ -576,8 +583,8 @@ fn nobody_s_work_ends_for_want_of_a_word() {
     assert_eq!(host.stop().code(), Some(0));
 }
 
-/// MPS is disabled while the service does not run: the control daemons of the former service serve their clients to the end,
-/// and then end too.
+/// MPS is disabled while the service does not run: the control daemons that the former service has left serve their clients
+/// to the end, and are ended by the next service.
 #[test]
 fn switched_off_between_two_services() {
     for forgotten in [false, true] {
@@ -591,7 +598,8 @@ fn switched_off_between_two_services() {
         } else {
             host.configure("enable_cuda_mps: false");
         }
-        // With an empty configuration, the service knows the control daemon and the compute modes only from its state file.
+        // With MPS disabled, the service knows the former control daemon and the former compute modes only from its state
+        // file.
         host.start();
         host.wait_for_status("a control daemon that waits for its client", |status| {
             let reason = status["control_daemons"][0]["reason"].as_str().unwrap_or_default();
@@ -611,8 +619,8 @@ fn switched_off_between_two_services() {
     }
 }
 
-/// A second change is made before the first one is complete: lines of the log about the first change do not count for the
-/// second.
+/// A second change of limits is made before the first change is complete: the service does not take lines of the log about
+/// the first change for a confirmation of the second change.
 #[test]
 fn changes_that_follow_each_other_restart_nothing() {
     let mut host = Host::new("h200x8");
@@ -633,7 +641,8 @@ fn changes_that_follow_each_other_restart_nothing() {
     assert_eq!(host.stop().code(), Some(0));
 }
 
-/// Without a plan, for example while there is no driver, a stop still ends everything that an earlier service has left.
+/// If the service has no plan of control daemons, for example without a driver, a stop still ends the processes that an
+/// earlier service has left.
 #[test]
 fn a_stop_without_a_plan_ends_what_runs() {
     let mut host = Host::serving("h200");
@@ -648,11 +657,11 @@ fn a_stop_without_a_plan_ends_what_runs() {
     host.nothing_runs();
 }
 
-/// The first two GPUs of h200x8, each with the number that the simulated host gives it.
+/// The addresses of the first two GPUs of the board `h200x8`, each with an entry for the device file.
 const A: (&str, &str) = ("1b:00.0", "path: /dev/dri/renderD128, type: NVIDIA_MPS, virtual_number: 4");
 const B: (&str, &str) = ("2d:00.0", "path: /dev/dri/renderD129, type: NVIDIA_MPS, virtual_number: 4");
 
-/// Configures these GPUs with this topology, and reloads.
+/// Writes a configuration with these GPUs and this topology, and reloads the service.
 fn reload(host: &Host, topology: &str, gpus: &[(&str, &str)]) {
     host.devices(&gpus.iter().map(|(_, entry)| *entry).collect::<Vec<_>>());
     host.configure(&format!("cuda_mps_topology: {topology}"));
@@ -660,7 +669,7 @@ fn reload(host: &Host, topology: &str, gpus: &[(&str, &str)]) {
     assert!(answer.status.success(), "{}", text(&answer));
 }
 
-/// A host with eight GPUs that serves some of the first two.
+/// A host with eight GPUs, of which the service serves one or both of the first two.
 fn serving(topology: &str, gpus: &[(&str, &str)]) -> Host {
     let mut host = Host::new("h200x8");
     host.devices(&gpus.iter().map(|(_, entry)| *entry).collect::<Vec<_>>());
@@ -670,14 +679,14 @@ fn serving(topology: &str, gpus: &[(&str, &str)]) -> Host {
     host
 }
 
-/// A client of the first slice of a GPU, once it is the only client.
+/// Starts a client of the first slice of a GPU, and waits until it is the only client of the host.
 fn client_of(host: &Host, gpu: (&str, &str)) -> Client {
     let client = Client::start(&mut host.program_of(&format!("{}-0", gpu.0), &["hold", "600"]));
     host.wait_for_only_client();
     client
 }
 
-/// The client runs and is the only one listed, and doctor finds no process that bypasses MPS.
+/// Fails unless the client runs, the service lists no other client, and doctor finds no process that bypasses MPS.
 fn nobody_bypasses(host: &Host, client: &mut Client) {
     assert!(client.try_wait().unwrap().is_none());
     let listed = host.busctl("ListClients");
@@ -688,14 +697,15 @@ fn nobody_bypasses(host: &Host, client: &mut Client) {
     assert!(!host.log().contains("is used without an MPS server of this service"), "{}", host.log());
 }
 
-/// The entry of a GPU in a status.
+/// The part of a status about a GPU.
 fn gpu_of<'s>(status: &'s Value, gpu: (&str, &str)) -> &'s Value {
     let gpus = status["gpus"].as_array().unwrap();
     gpus.iter().find(|one| one["addr"] == gpu.0).unwrap_or_else(|| panic!("no {} in {status:#}", gpu.0))
 }
 
-/// A control daemon for all GPUs waits for the client of one of the GPUs. Then the control daemon starts once, with all GPUs.
-/// If it started without that GPU, later clients could keep it from the GPU for ever.
+/// A new control daemon for all GPUs waits until the client of one GPU has ended. After that the control daemon starts once,
+/// with all GPUs. If the control daemon started without the GPU of the client, clients of the other GPUs could delay its
+/// restart with this GPU for ever.
 #[test]
 fn a_control_daemon_starts_once_with_all_its_gpus() {
     let mut host = serving("per_gpu", &[A, B]);
@@ -715,8 +725,8 @@ fn a_control_daemon_starts_once_with_all_its_gpus() {
     host.nothing_runs();
 }
 
-/// A GPU refused its compute mode when its control daemon started. As soon as the GPU accepts the mode, it is served like the
-/// other GPUs, after the clients of these have ended.
+/// A GPU did not accept its compute mode when the control daemon started. As soon as the GPU accepts the mode, and the
+/// clients of the other GPUs have ended, the GPU is served like the others.
 #[test]
 fn a_gpu_that_takes_its_compute_mode_later_joins() {
     let mut host = Host::new("h200x8");
@@ -739,8 +749,8 @@ fn a_gpu_that_takes_its_compute_mode_later_joins() {
     assert_eq!(host.stop().code(), Some(0));
 }
 
-/// The driver is about to set the compute mode of a GPU when the configuration gives the GPU up. Whenever the driver sets
-/// that mode, the mode from before is restored afterwards.
+/// The driver's call to set the compute mode of a GPU hangs when the GPU is removed from the configuration. Whenever the call
+/// sets the mode, the service restores the mode from before afterwards.
 #[test]
 fn a_mode_that_is_set_late_is_put_back() {
     let mut host = Host::new("h200x8");
@@ -765,7 +775,8 @@ fn a_mode_that_is_set_late_is_put_back() {
     assert_eq!(host.compute_mode(1), "Default");
 }
 
-/// An administrator who disables MPS while a control daemon waits for its clients gets the answer that it goes on waiting.
+/// If an administrator disables MPS while a control daemon waits for the end of its clients, the answer says that the control
+/// daemon goes on waiting.
 #[test]
 fn disabling_spares_the_clients_that_are_waited_for_and_says_so() {
     let mut host = serving("shared", &[A]);
@@ -792,8 +803,8 @@ fn disabling_spares_the_clients_that_are_waited_for_and_says_so() {
     host.nothing_runs();
 }
 
-/// A control daemon that a stop can't take over, and so can't end, keeps the compute mode of its GPU: without that mode, programs
-/// without MPS could use the GPU next to its clients.
+/// If a stop can't take over a recorded control daemon, and so can't end it, the service does not restore the compute mode of
+/// the GPU: in the former mode, programs without MPS could use the GPU next to the clients of the control daemon.
 #[test]
 fn a_control_daemon_that_stays_keeps_its_compute_mode() {
     let mut host = Host::serving("h200");
@@ -801,7 +812,8 @@ fn a_control_daemon_that_stays_keeps_its_compute_mode() {
     host.signal(Signal::KILL);
     host.ended();
     signal_pid(former, Signal::KILL);
-    // This process has no open standard output, through which the service would find the log of a control daemon.
+    // The test starts a process without standard output: the service finds the log of a control daemon through its standard
+    // output, and so can't take this process over.
     let mut shell = host.command("sh");
     shell.args(["-c", "exec sleep 600 >&-"]);
     let other = Client::start(&mut shell);
@@ -825,7 +837,7 @@ fn a_control_daemon_that_stays_keeps_its_compute_mode() {
     assert_eq!(host.compute_mode(0), "Exclusive_Process");
     let state: Value = serde_json::from_slice(&std::fs::read(&file).unwrap()).unwrap();
     assert_eq!(state["control_daemons"]["shared"]["process"]["pid"], other.id(), "{state:#}");
-    // After the end of that process, the next service restores the compute mode.
+    // After the end of the process that could not be taken over, the next service restores the compute mode.
     other.end();
     host.start();
     wait_for("the compute mode of before", || (host.compute_mode(0) == "Default").then_some(()));

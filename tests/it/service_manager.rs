@@ -1,11 +1,12 @@
-//! The messages to the service manager, and their time.
+//! The messages of the service to the service manager, and the moments at which the service sends them.
 
 use rustix::process::Signal;
 
 use crate::support::host::Host;
 use crate::support::service_manager::ServiceManager;
 
-/// From the start to the stop: READY=1 comes only when the GPUs are ready, and the messages come in the right order.
+/// The service sends READY=1 only when the GPUs are ready, and sends its messages from the start to the stop in the right
+/// order.
 #[test]
 fn ready_is_said_when_it_is_true() {
     let mut host = Host::new("h200");
@@ -25,7 +26,7 @@ fn ready_is_said_when_it_is_true() {
     assert!(now > 0);
     assert_eq!(manager.next(), "READY=1");
 
-    // A reload that is refused also ends with READY=1.
+    // The messages about a reload end with READY=1 even if the service refuses the reload.
     host.configure("cuda_mps_replicas: none");
     host.signal(Signal::HUP);
     let heard = manager.until(|message| message == "READY=1");
@@ -42,7 +43,7 @@ fn ready_is_said_when_it_is_true() {
     assert_eq!(host.ended().code(), Some(0));
 }
 
-/// The service reports that it is ready only when it has its bus name. The pings of the watchdog come all the time.
+/// The service sends READY=1 only when it has its D-Bus name. Meanwhile the service sends the signs of life for the watchdog.
 #[test]
 fn ready_waits_for_the_bus() {
     let mut host = Host::new("tesla-p40");
@@ -51,7 +52,8 @@ fn ready_waits_for_the_bus() {
     host.set("WATCHDOG_USEC", "300000");
     host.start();
     let mut heard = manager.until(|message| message == "STATUS=ready: 4 slices on 1 of 1 GPUs");
-    // After two further messages of the watchdog, the loop has run at least once since then.
+    // The service's main loop sends WATCHDOG=1. After two further of these messages the loop has run at least once since the
+    // status was ready.
     for _ in 0..2 {
         heard.extend(manager.until(|message| message == "WATCHDOG=1"));
     }
@@ -60,15 +62,15 @@ fn ready_waits_for_the_bus() {
 
     host.restart_bus();
     manager.until(|message| message == "READY=1");
-    // No process reads the output of the service any more. A full pipe must not block the service.
+    // From now on no program reads the messages of the service, and the service must go on nevertheless.
     drop(manager);
     let status = host.json(&["status"]).expect("READY=1 came before the name on the bus");
     assert_eq!(status["service"]["state"], "ready");
     assert_eq!(host.stop().code(), Some(0));
 }
 
-/// A service manager that does not read its messages delays nothing: the kernel stores ten messages, and the sender of the
-/// next message blocks.
+/// A service manager that does not read the service's messages does not delay the service, although the kernel stores only
+/// ten messages and would block the sender of the next one.
 #[test]
 fn a_service_manager_that_does_not_read_holds_nobody_up() {
     let mut host = Host::new("tesla-p40");
@@ -79,7 +81,7 @@ fn a_service_manager_that_does_not_read_holds_nobody_up() {
         let reloaded = host.call("Control.Reload");
         assert!(reloaded.status.success(), "{}", crate::support::host::text(&reloaded));
     }
-    // When the service manager reads again, the first message is about the last reload.
+    // When the service manager reads again, the first message that it gets is about the last reload.
     let heard = manager.until(|message| message.starts_with("STATUS=") || message == "READY=1");
     assert_eq!(heard.first().map(String::as_str), Some("RELOADING=1"), "{heard:?}");
     host.signal(Signal::TERM);
@@ -87,7 +89,7 @@ fn a_service_manager_that_does_not_read_holds_nobody_up() {
     assert_eq!(host.ended().code(), Some(0));
 }
 
-/// A GPU that can't be served is no reason to keep systemd waiting: the first pass has ended.
+/// The service also sends READY=1 if no GPU can be served, since systemd would otherwise wait for the start in vain.
 #[test]
 fn ready_is_said_even_without_a_driver() {
     let mut host = Host::new("tesla-p40");
@@ -99,7 +101,8 @@ fn ready_is_said_even_without_a_driver() {
     assert_eq!(host.stop().code(), Some(0));
 }
 
-/// Starts a service whose plan needs none of the control daemons that the former service has left.
+/// Kills the service, and starts a service with another topology, which needs none of the control daemons that the former
+/// service has left.
 fn started_with_another_topology(host: &mut Host) -> ServiceManager {
     host.signal(Signal::KILL);
     host.ended();
@@ -109,8 +112,9 @@ fn started_with_another_topology(host: &mut Host) -> ServiceManager {
     manager
 }
 
-/// Clients may keep a GPU from its next control daemon for days. A start or a reload of the service does not wait for them:
-/// systemd would end a start that takes too long, again and again.
+/// The next control daemon of a GPU may have to wait for days until the present clients of the GPU have ended. A start or a
+/// reload of the service does not wait for the end of clients: systemd would end a start that takes too long, again and
+/// again.
 #[test]
 fn ready_does_not_wait_for_clients() {
     let mut host = Host::serving("h200");
@@ -137,8 +141,8 @@ fn ready_does_not_wait_for_clients() {
     assert_eq!(host.stop().code(), Some(0));
 }
 
-/// If there are no clients, the service starts the next control daemon at once, and reports ready when that control daemon is
-/// ready.
+/// If a former control daemon has no clients, the service starts the next control daemon at once, and sends READY=1 when the
+/// next control daemon is ready.
 #[test]
 fn ready_waits_for_the_next_control_daemon() {
     let mut host = Host::serving("h200");
@@ -150,8 +154,8 @@ fn ready_waits_for_the_next_control_daemon() {
     assert_eq!(host.stop().code(), Some(0));
 }
 
-/// Only the service sends messages to its service manager: a control daemon with the socket could send false messages, and a
-/// control daemon with the watchdog's variables would be expected to give signs of life.
+/// A control daemon does not inherit the service's environment variables for the service manager: with the socket it could
+/// send false messages, and from the watchdog's variables it would conclude that it must give signs of life.
 #[test]
 fn the_control_daemon_does_not_inherit_the_socket() {
     let mut host = Host::new("tesla-p40");

@@ -12,7 +12,8 @@ use crate::support::service_manager::ServiceManager;
 use crate::support::skip::{root_or_skip, skip};
 use crate::support::wait::wait_for;
 
-/// The only line of the log with this text: a warning, before the end of the control daemon.
+/// Fails unless exactly one line of the service's log has this text, as a warning, before the line about the end of the
+/// control daemon.
 fn assert_warned(host: &Host, expected: &str, control_daemon: u32) {
     let log = host.log();
     let lines: Vec<&str> = log.lines().collect();
@@ -29,7 +30,7 @@ fn assert_warned(host: &Host, expected: &str, control_daemon: u32) {
     assert!(places[0] < end, "{log}");
 }
 
-/// A host on which control daemons are ended quickly, without ten seconds for the clients.
+/// Starts a host whose service ends control daemons after a quit timeout of 1 s instead of the default of 10 s.
 fn serving_with_a_short_end() -> Host {
     let mut host = Host::new("h200");
     host.configure("cuda_mps_quit_timeout: 1");
@@ -72,8 +73,8 @@ fn the_stop_names_the_clients() {
     drop((one, two));
 }
 
-/// A control daemon that is killed takes the work of its clients with it. Lines of the control daemon's log do not explain
-/// this end.
+/// If another program kills a control daemon, its clients lose their GPU work, and the service names them. Lines of the
+/// control daemon's log do not explain such an end.
 #[test]
 fn the_end_of_a_control_daemon_names_the_clients() {
     let mut host = Host::new("h200");
@@ -128,13 +129,13 @@ fn without_clients_nothing_is_said() {
     assert!(!host.log().contains("ends the work of"), "{}", host.log());
 }
 
-/// A restart ends no client, so no client is named.
+/// A restart of the service ends no client, so the service names no client.
 #[test]
 fn clients_that_carry_on_are_not_named() {
     let mut host = Host::serving("h200");
     host.wait_for_state("ready");
     let client = host.client_of("00:06.0-1");
-    // No change waits to be applied, so the forced change ends no client.
+    // No change waits to be applied, so `apply --force` ends no client.
     assert!(host.mpsctl(&["apply", "--force"]).status.success());
     host.configure("log_level: debug");
     assert!(host.call("Control.Reload").status.success());
@@ -163,7 +164,7 @@ fn a_forced_change_names_the_clients() {
     let applied = host.mpsctl(&["apply", "--force"]);
     assert!(applied.status.success(), "{}", text(&applied));
     manager.until(|message| message.starts_with("STATUS=") && message.ends_with(&expected));
-    // The report disappears from the status when the clients have ended.
+    // The report about ended clients disappears from the status line when the clients have ended.
     manager.until(|message| message == "STATUS=ready: 4 slices on 1 of 1 GPUs");
     let status = host.wait_for_state("ready");
     let events = status["events"].as_array().unwrap();
@@ -195,14 +196,14 @@ fn a_configuration_that_disables_names_the_clients() {
         status["control_daemons"].as_array().unwrap().is_empty()
     });
     assert_warned(&host, &expected, control_daemon);
-    // A reload does not name the clients a second time.
+    // After a reload the service does not name the ended clients a second time.
     assert!(host.call("Control.Reload").status.success());
     assert_warned(&host, &expected, control_daemon);
     drop(client);
     assert_eq!(host.stop().code(), Some(0));
 }
 
-/// The service names the clients without asking the control daemon, since this control daemon would never answer.
+/// The service names the clients without asking the control daemon, since a control daemon that hangs would never answer.
 #[test]
 fn the_clients_of_a_control_daemon_that_hangs_are_named() {
     let mut host = Host::new("h200");
@@ -221,7 +222,8 @@ fn the_clients_of_a_control_daemon_that_hangs_are_named() {
     host.nothing_runs();
 }
 
-/// A service that finds no driver takes no control daemon over, and a stop ends it nevertheless.
+/// A service that finds no driver takes no control daemon over, but a stop of the service ends the control daemon
+/// nevertheless.
 #[test]
 fn the_clients_of_a_control_daemon_that_was_not_taken_over_are_named() {
     let mut host = serving_with_a_short_end();

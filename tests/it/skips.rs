@@ -1,4 +1,5 @@
-//! Tests that are skipped are counted, and a skipped test fails where nothing may be skipped.
+//! `make test` counts the tests that are skipped, and with the variable `YUNION_MPS_SKIP_NOTHING` a test that would be
+//! skipped fails.
 
 use std::fs;
 use std::process::Command;

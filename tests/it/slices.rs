@@ -1,5 +1,5 @@
-//! The directories of slices: a container that has nothing else is served with its limits, whatever happens to the control
-//! daemon.
+//! The directories of slices: a container that has only the directory of a slice is served with the limits of the slice,
+//! whatever happens to the control daemon.
 
 use std::fs;
 use std::io::{BufRead, BufReader, Write};
@@ -26,8 +26,8 @@ fn private(host: &Host) -> PathBuf {
     host.path("mps/pipe.private")
 }
 
-/// A shell in a mount namespace that sees a slice's directory at its place in a container, and no pipe directory. The shell
-/// starts a program for each line that it gets.
+/// A shell in a mount namespace that sees a slice's directory at its path in a container, and no pipe directory. The shell
+/// starts a client for each line that it reads.
 struct ContainerShell {
     shell: Child,
     input: ChildStdin,
@@ -48,7 +48,7 @@ impl ContainerShell {
         Self { shell, input, output: BufReader::new(output) }
     }
 
-    /// Runs the program with these arguments, and returns its output.
+    /// Runs a client with these arguments in the shell's mount namespace, and returns its output.
     fn run(&mut self, arguments: &str) -> String {
         writeln!(self.input, "{arguments}").unwrap();
         let mut all = String::new();
@@ -76,7 +76,7 @@ fn another_control_daemon(host: &Host) {
     another_control_daemon_in(host, "ready");
 }
 
-/// Kills the control daemon, and waits until a new control daemon serves, for a service that is in this state before and
+/// Kills the control daemon, and waits until a new control daemon serves. The service is in the state `state` before and
 /// after.
 fn another_control_daemon_in(host: &Host, state: &str) {
     let before = control_pid(&host.wait_for_state(state));
@@ -115,11 +115,11 @@ fn a_container_with_its_slices_directory_alone_is_served() {
     assert_eq!(host.stop().code(), Some(0));
 }
 
-/// Clients come all the time while control daemons are killed. A client of a slice that was healthy before and after the
-/// client came, with the same control daemon, was served by that control daemon.
+/// Clients come all the time while control daemons are killed. If a client's slice was healthy before and after the client
+/// started, with the same control daemon, the control daemon has served the client.
 #[test]
 fn links_follow_control_daemons_under_a_stream_of_clients() {
-    // If the test fails, the stream of clients ends after this time.
+    // If the test fails, its loop that starts clients ends after this time.
     const LONGEST_STREAM: Duration = Duration::from_secs(300);
     let mut host = Host::serving("h200");
     let slice = host.list()[1]["addr"].as_str().unwrap().to_owned();
@@ -132,8 +132,8 @@ fn links_follow_control_daemons_under_a_stream_of_clients() {
         let is_it = |device: &&Value| device["addr"] == slice.as_str();
         let listed = host.json(&["list"])?;
         let healthy = listed.as_array()?.iter().find(is_it)?["healthy"] == true;
-        // The link to a control daemon that is about to end is removed a moment before the status shows that. So the link is
-        // checked too.
+        // The service removes the link to a control daemon that is about to end a moment before the status shows the end. So
+        // the test checks the link too.
         let leads = leads_to(&directory, &private);
         (healthy && leads && pid.is_u64()).then_some(pid)
     };
@@ -144,7 +144,8 @@ fn links_follow_control_daemons_under_a_stream_of_clients() {
                 if done.load(Ordering::Relaxed) || begun.elapsed() > LONGEST_STREAM {
                     break;
                 }
-                // A change waits until no client has come for two seconds, so the stream pauses.
+                // The service replaces an idle control daemon only after two seconds without a new client, so the stream of
+                // clients pauses.
                 if number % 8 == 0 {
                     thread::sleep(Duration::from_millis(2500));
                 }
@@ -152,7 +153,8 @@ fn links_follow_control_daemons_under_a_stream_of_clients() {
                 let mut program = host.command("cuda-client");
                 let said = program.arg("props").envs(environment.iter().cloned()).output().unwrap();
                 let said = text(&said);
-                // The control daemon was killed or has ended while the client ran, and the service has not noticed that yet.
+                // The control daemon may have ended while the client ran, before the service has noticed its end. The test
+                // does not count such a client.
                 let pid = before.as_ref().and_then(Value::as_u64).and_then(|pid| u32::try_from(pid).ok());
                 let has_ended = pid.is_some_and(|pid| !alive(pid));
                 let cut_off = has_ended || said.contains("(805)") || said.contains("(806)");
@@ -162,7 +164,8 @@ fn links_follow_control_daemons_under_a_stream_of_clients() {
                 }
             }
         });
-        // The pause before the next start doubles with each control daemon that is killed, so the test kills only five.
+        // The pause before the next start doubles with each killed control daemon, so the test kills only five control
+        // daemons.
         for _ in 0..5 {
             for replace in [another_control_daemon, another_by_reload] {
                 let so_far = served.load(Ordering::Relaxed);
@@ -177,7 +180,7 @@ fn links_follow_control_daemons_under_a_stream_of_clients() {
     assert_eq!(host.stop().code(), Some(0));
 }
 
-/// A host with a service that can't set the immutable flag.
+/// A host with a service that may not set the immutable flag of directories.
 fn serving_without_the_flag() -> Host {
     let mut host = Host::new("h200");
     host.start_without_the_flag();
@@ -185,12 +188,12 @@ fn serving_without_the_flag() -> Host {
     host
 }
 
-/// Makes the service run its health check now.
+/// Makes the service run its health check at once, by a reload.
 fn check(host: &Host) {
     assert!(host.call("Control.Reload").status.success());
 }
 
-/// The directories that other users can't change.
+/// The directories that the service protects with the immutable flag.
 fn kept(host: &Host) -> Vec<PathBuf> {
     let pipe = host.path("mps/pipe");
     let slices = host.list();
@@ -198,15 +201,15 @@ fn kept(host: &Host) -> Vec<PathBuf> {
     slices.chain([pipe.join("slices"), pipe]).collect()
 }
 
-/// True if each of these has the immutable flag.
+/// Returns for each directory if it has the immutable flag.
 fn flags(directories: &[PathBuf]) -> Vec<bool> {
     let listed = Command::new("lsattr").arg("-d").args(directories).output().unwrap();
     let lines = String::from_utf8(listed.stdout).unwrap();
     lines.lines().map(|line| line.split(' ').next().unwrap().contains('i')).collect()
 }
 
-/// Root in a container that can write to the whole pipe directory can change nothing there, and the service still changes
-/// what it has to.
+/// Root in a container with write access to the whole pipe directory can't change the pipe directory, and the service can
+/// still change its links.
 #[test]
 fn nobody_else_changes_the_directories() {
     if !flag_can_be_set() {
@@ -251,7 +254,7 @@ fn nobody_else_changes_the_directories() {
         assert_eq!(leads_to(&directory, &private), there);
         nobody_changes(command);
     }
-    // The flags stay if the service is killed, and a service that stops removes them.
+    // The immutable flags stay if the service is killed, and a service that stops removes the flags.
     host.signal(Signal::KILL);
     host.ended();
     another_service_changes_the_links(&mut host, &directories);
@@ -260,7 +263,7 @@ fn nobody_else_changes_the_directories() {
     fs::remove_dir_all(&pipe).unwrap();
 }
 
-/// A service that finds the immutable flags of a killed service still changes the links that it has to change.
+/// Checks that a service which finds the immutable flags of a killed service can still change the links of slices.
 fn another_service_changes_the_links(host: &mut Host, directories: &[PathBuf]) {
     assert_eq!(flags(directories), vec![true; directories.len()], "of the killed service");
     for pid in host.processes() {
@@ -268,15 +271,15 @@ fn another_service_changes_the_links(host: &mut Host, directories: &[PathBuf]) {
     }
     host.start();
     host.wait_for_state("ready");
-    // The new socket may have the inode number of the former one, so a link could look right. The link must lead to the new
-    // socket.
+    // The new socket may have the inode number of the former socket, so the link to the former socket could look right. The
+    // link must lead to the new socket.
     assert_eq!(inode(&host.path("mps/pipe/control")), inode(&private(host).join("control")));
     assert_eq!(host.front_end(&host.path("mps/pipe"), "get_default_active_thread_percentage"), "25.0\n");
     assert_eq!(flags(directories), vec![true; directories.len()]);
 }
 
-/// Files that the service does not need any more can be removed: after a move, after MPS was disabled, and when a service
-/// restarts, which may be an earlier version.
+/// Other programs can remove directories that the service no longer needs: after a change of the pipe directory, after MPS
+/// was disabled, and after the service was stopped, for example to start an earlier version.
 #[test]
 fn directories_are_given_back() {
     if !flag_can_be_set() {
@@ -292,8 +295,8 @@ fn directories_are_given_back() {
     });
     wait_for("the former flags to go", || (!flags(&first).contains(&true)).then_some(()));
     fs::remove_dir_all(host.path("mps/pipe")).unwrap();
-    // With a control daemon for each GPU, the pipe directory contains the pipe directories of these control daemons. So its
-    // flag is removed.
+    // With a control daemon for each GPU, the pipe directory contains the pipe directories of these control daemons. So the
+    // service removes the immutable flag of the pipe directory.
     host.configure("cuda_mps_topology: per_gpu");
     check(&host);
     host.wait_for_status("the other topology", |status| {
@@ -308,7 +311,7 @@ fn directories_are_given_back() {
     assert_eq!(host.stop().code(), Some(0));
 }
 
-/// If another program has files in the directory, the service does not make the directory immutable.
+/// If another program has files in the pipe directory, the service does not make the pipe directory immutable.
 #[test]
 fn a_directory_with_things_of_others_stays_changeable() {
     let mut host = Host::new("h200");
@@ -321,7 +324,8 @@ fn a_directory_with_things_of_others_stays_changeable() {
     assert_eq!(host.stop().code(), Some(0));
 }
 
-/// Without the immutable flag, the health check makes removed links again.
+/// If another program has removed a link of a slice, which it can without the immutable flag, the service's health check
+/// makes the link again.
 #[test]
 fn a_link_that_is_taken_away_is_renewed_and_told() {
     let mut host = serving_without_the_flag();
@@ -337,8 +341,8 @@ fn a_link_that_is_taken_away_is_renewed_and_told() {
     );
     wait_for("the warning", || host.log().contains(&told).then_some(()));
 
-    // A container with write access to the pipe directory can even remove the links of all slices. The service notices that
-    // without a request.
+    // A container with write access to the pipe directory can even remove the links of all slices. The service makes the
+    // removed links again without a request.
     let client = host.client();
     fs::remove_file(pipe.join("control")).unwrap();
     fs::remove_dir_all(pipe.join("slices")).unwrap();
@@ -352,7 +356,7 @@ fn a_link_that_is_taken_away_is_renewed_and_told() {
     assert_eq!(host.stop().code(), Some(0));
 }
 
-/// The pipe directory makes programs clients, but does not let them command the control daemon.
+/// With the pipe directory, programs can become clients of the control daemon, but can't send it commands.
 #[test]
 fn the_pipe_directory_has_a_link_and_the_slices() {
     let mut host = Host::serving("h200");
@@ -392,8 +396,8 @@ fn the_pipe_directory_has_a_link_and_the_slices() {
     assert_eq!(host.stop().code(), Some(0));
 }
 
-/// An administrator who has put the log directory into the pipe directory only gets a warning if the FIFO of the control daemon
-/// is elsewhere.
+/// If the configured log directory is in the pipe directory, but not in the place of the control daemon's FIFO, the service
+/// only warns.
 #[test]
 fn the_log_directory_may_be_in_the_pipe_directory() {
     let mut host = Host::new("h200");
@@ -415,8 +419,8 @@ fn the_log_directory_may_be_in_the_pipe_directory() {
     assert_eq!(host.stop().code(), Some(0));
 }
 
-/// A control daemon that has its sockets in the pipe directory, as with an older driver, goes on serving and is replaced when it
-/// has no clients.
+/// A control daemon that has its sockets in the pipe directory, as with an older driver, goes on serving after an upgrade of
+/// the driver, and is replaced when it has no clients.
 #[test]
 fn sockets_move_when_the_last_client_has_ended() {
     let mut host = Host::new("h200");
@@ -440,7 +444,8 @@ fn sockets_move_when_the_last_client_has_ended() {
         "{reason}"
     );
     assert_eq!(status["gpus"][0]["healthy"], true, "{status:#}");
-    // The control daemon still has its sockets in the pipe directory, so the links of the slices lead there.
+    // The control daemon still has its sockets in the pipe directory, so the links of the slices lead to the socket in the
+    // pipe directory.
     let slice = host.list()[1]["addr"].as_str().unwrap().to_owned();
     assert!(leads_to(&directory_of(&host, &slice), &pipe));
     let said = text(&host.program_of(&slice, &["props"]).stdout(Stdio::piped()).output().unwrap());
@@ -451,13 +456,14 @@ fn sockets_move_when_the_last_client_has_ended() {
         status["service"]["state"] == "ready" && control_pid(status) != control_pid(&before)
     });
     assert_eq!(control_daemon(&after)["control_directory"], private.to_str().unwrap());
-    // The socket at which programs have waited is removed once the control daemon serves.
+    // The socket in the pipe directory at which new programs have waited is removed once the new control daemon serves.
     wait_for("no other socket", || (files(&pipe) == ["control", "slices"]).then_some(()));
     assert!(leads_to(&directory_of(&host, &slice), &private));
     assert_eq!(host.stop().code(), Some(0));
 }
 
-/// If no hard link can lead out of the pipe directory, the sockets stay there, and a message says so.
+/// If no hard link between the pipe directory and the private directory is possible, the sockets stay in the pipe directory,
+/// and a message says so.
 #[test]
 fn a_pipe_directory_that_is_a_mount_has_the_sockets() {
     if !root_or_skip("a_pipe_directory_that_is_a_mount_has_the_sockets") {
@@ -491,7 +497,8 @@ fn a_pipe_directory_that_is_a_mount_has_the_sockets() {
             .unwrap(),
     );
     assert!(doctor.contains("sockets-not-private"), "{doctor}");
-    // The move of the sockets is impossible, so no change waits for it and the next service is ready.
+    // The sockets can't be moved out of the pipe directory, so the next service does not plan to replace the control daemon,
+    // and is ready.
     host.signal(Signal::KILL);
     host.ended();
     host.start();
@@ -501,8 +508,8 @@ fn a_pipe_directory_that_is_a_mount_has_the_sockets() {
     mount(&["umount"]);
 }
 
-/// A drained slice leads nowhere, also for a container that was started before, and leads to the control daemon again
-/// before it is healthy.
+/// The directory of a drained slice has no link to the control daemon, also for a container that was started before the
+/// drain. After the drain, the link is there again before the slice is healthy.
 #[test]
 fn a_drained_slice_leads_nowhere() {
     let mut host = Host::serving("h200");
@@ -544,13 +551,13 @@ fn a_drained_slice_leads_nowhere() {
     assert!(directories.iter().all(|directory| leads_to(directory, &private)));
     assert_eq!(files(&pipe), ["control", "slices"]);
     assert!(host.list().iter().all(|device| device["healthy"] == true));
-    // The service has not found a link that another program has removed.
+    // The service does not report the missing link of a drained slice as removed by another program.
     assert!(!host.log().contains("did not lead"), "{}", host.log());
     assert_eq!(host.stop().code(), Some(0));
 }
 
-/// Slices are drained and undrained all the time. Whenever a slice is listed as healthy before and after a look at its link,
-/// it has had the link.
+/// Slices are drained and undrained all the time. If a slice is listed as healthy before and after the test has checked its
+/// link, the link must have been there.
 #[test]
 fn a_healthy_slice_has_its_link_while_slices_are_drained() {
     let mut host = Host::serving("h200");
@@ -583,7 +590,7 @@ fn a_healthy_slice_has_its_link_while_slices_are_drained() {
             for command in ["drain", "undrain"] {
                 let output = host.mpsctl(&[command, &slice]);
                 assert!(output.status.success(), "{}", text(&output));
-                // The link has changed when the command returns.
+                // The link of the slice has changed when `drain` or `undrain` returns.
                 assert_eq!(leads_to(&directory, &private), command == "undrain");
             }
             let so_far = seen.load(Ordering::Relaxed);
@@ -594,8 +601,8 @@ fn a_healthy_slice_has_its_link_while_slices_are_drained() {
     assert_eq!(host.stop().code(), Some(0));
 }
 
-/// If a tenant with write access has made files with the names of links, the service renames and reports them, and every
-/// slice is served.
+/// If a tenant with write access to the pipe directory has made files with the names of the service's links, the service
+/// renames and reports these files, and serves every slice.
 #[test]
 fn a_thing_in_the_way_is_renamed_and_told() {
     let mut host = serving_without_the_flag();
@@ -622,7 +629,7 @@ fn a_thing_in_the_way_is_renamed_and_told() {
         host.log()
     );
 
-    // An idle control daemon serves, and it goes on while the links are repaired.
+    // The service repairs links without restarting the control daemon, even if the control daemon has no clients.
     fs::create_dir(directory.join(".control.new")).unwrap();
     fs::remove_file(directory.join("control")).unwrap();
     check(&host);
@@ -636,8 +643,8 @@ fn a_thing_in_the_way_is_renamed_and_told() {
     assert_eq!(host.stop().code(), Some(0));
 }
 
-/// A slice whose directory can't have a link affects no other slice and no client: the control daemon stays, and the slice is
-/// served when the obstacle is removed.
+/// A slice whose directory can't have a link affects no other slice and no client: the control daemon goes on, and the slice
+/// is served when the obstacle in its directory is removed.
 #[test]
 fn a_bad_directory_costs_its_slice_alone() {
     if !root_or_skip("a_bad_directory_costs_its_slice_alone") {
@@ -680,7 +687,7 @@ fn a_bad_directory_costs_its_slice_alone() {
     let served = host.program_of(names[2].as_str().unwrap(), &["props"]).output().unwrap();
     assert!(served.status.success(), "{}", text(&served));
 
-    // While the mount is there, a new control daemon and a new service serve the other slices.
+    // While a mount prevents the link of one slice, a new control daemon and a new service serve the other slices.
     another_control_daemon_in(&host, "degraded");
     host.signal(Signal::KILL);
     host.ended();
@@ -695,7 +702,8 @@ fn a_bad_directory_costs_its_slice_alone() {
     assert_eq!(host.stop().code(), Some(0));
 }
 
-/// A long pipe directory can't have a private directory next to it; a message gives the longest possible path.
+/// If the path of the pipe directory is too long for a socket in a private directory next to it, the service warns and gives
+/// the longest possible path.
 #[test]
 fn a_pipe_directory_that_is_too_long_is_told() {
     for (topology, most) in [("shared", 79), ("per_gpu", 38)] {
@@ -722,8 +730,8 @@ fn a_pipe_directory_that_is_too_long_is_told() {
     }
 }
 
-/// A reload with fewer slices takes their links away, and one with more gives them back before they are healthy, in the
-/// same directories.
+/// A reload with fewer slices removes the links of the removed slices. A reload with more slices makes these links again in
+/// the same directories, before the slices are healthy.
 #[test]
 fn links_follow_the_number_of_slices() {
     let mut host = Host::serving("h200");
@@ -749,7 +757,8 @@ fn links_follow_the_number_of_slices() {
     assert_eq!(host.stop().code(), Some(0));
 }
 
-/// With a control daemon for each GPU, a slice's directory is where it always is, and leads to its own control daemon.
+/// With a control daemon for each GPU, the directory of a slice has the same path as in other topologies, and its link leads
+/// to the control daemon of the slice's GPU.
 #[test]
 fn the_topology_does_not_show_in_the_directories() {
     let mut host = Host::new("h200x8");
@@ -767,7 +776,8 @@ fn the_topology_does_not_show_in_the_directories() {
     assert_eq!(host.stop().code(), Some(0));
 }
 
-/// With an older driver the service makes no links, since it is not known that a client needs only the socket.
+/// With an older driver the service makes no links, since clients of older drivers may need other files of the pipe directory
+/// than the socket.
 #[test]
 fn an_older_driver_has_no_directories_of_slices() {
     let mut host = Host::serving("tesla-p40");

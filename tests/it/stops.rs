@@ -1,5 +1,6 @@
-//! Signals to containers by a runtime behind yunion-mps-runc. The runtime is a script that signals, since the GPU work that
-//! ends before is the subject. Tests with real runtimes are in e2e and in `pods`.
+//! Tests of yunion-mps-runc, a wrapper of a container runtime that ends the GPU work of a container before the runtime
+//! signals the container. In these tests the runtime is a script that only sends signals. Tests with real runtimes are in e2e
+//! and in `pods`.
 
 use std::fs::{self, Permissions};
 use std::os::unix::fs::{PermissionsExt, symlink};
@@ -17,7 +18,7 @@ use crate::support::neighbours::{Neighbours, assert_terminated, ended};
 use crate::support::skip::{root_or_skip, skip};
 use crate::support::wait::wait_for;
 
-/// A script that knows a container by a file with the PID of its first process, and signals that process.
+/// A script in the place of runc: it reads the PID of a container's first process from a file, and signals the process.
 const RUNC: &str = r#"#!/bin/sh
 here=$(dirname "$0")
 printf '%s\n' "$*" >>"$here/calls"
@@ -37,10 +38,10 @@ delete) kill -9 "$pid" ;;
 esac
 "#;
 
-/// The number of stops for each way of stopping.
+/// The number of containers that the test stops in each way.
 const ROUNDS: usize = 4;
 
-/// The longest time that the runtime's command may wait for the service, and as much again for a busy machine.
+/// The longest time for a command of yunion-mps-runc: 6 s for waiting for the service, and as much again for a busy machine.
 const LONGEST: Duration = Duration::from_secs(12);
 
 struct Scene {
@@ -49,7 +50,7 @@ struct Scene {
 }
 
 impl Scene {
-    /// None if no container can be made.
+    /// Returns None if no container can be made on this machine.
     fn new(test: &str) -> Option<Self> {
         if !root_or_skip(test) {
             return None;
@@ -82,7 +83,7 @@ impl Scene {
         self.runtime("yunion-mps-runc", arguments).output().unwrap()
     }
 
-    /// A container with this program as its first process.
+    /// Makes a container with this program as its first process.
     fn container(&self, program: &Child) -> ContainerGroup {
         let container = ContainerGroup::new().unwrap();
         container.take(program.id(), "init");
@@ -90,7 +91,7 @@ impl Scene {
         container
     }
 
-    /// The command lines with which the runtime was called.
+    /// The arguments of all calls of the runtime script.
     fn calls(&self) -> Vec<String> {
         let calls = fs::read_to_string(self.folder.join("calls")).unwrap_or_default();
         calls.lines().map(str::to_owned).collect()
@@ -119,7 +120,8 @@ fn a_container_that_is_stopped_leaves_its_neighbour_alive() {
             assert!(scene.neighbours.bystander_survives(), "{:?}", scene.calls());
         }
     }
-    // If the service does not end the GPU work first, the same stop ends the neighbour's work.
+    // If a container is killed without yunion-mps-runc, so that its GPU work is not ended first, another client of the GPU
+    // loses its work.
     let victim = scene.neighbours.victim();
     let container = scene.container(&victim);
     succeeded(&scene.runtime("runc", &["kill", &container.id, "9"]).output().unwrap());
@@ -127,7 +129,8 @@ fn a_container_that_is_stopped_leaves_its_neighbour_alive() {
     assert!(!scene.neighbours.bystander_survives());
 }
 
-/// A program with a handler for SIGTERM keeps its GPU, and all other programs in its container lose it.
+/// Before SIGTERM, yunion-mps-runc ends the GPU work of all programs in the container except for the first program if it has
+/// a handler for SIGTERM.
 #[test]
 fn a_program_that_handles_the_signal_writes_its_checkpoint() {
     let Some(mut scene) = Scene::new("a_program_that_handles_the_signal_writes_its_checkpoint") else {
@@ -140,7 +143,7 @@ fn a_program_that_handles_the_signal_writes_its_checkpoint() {
     let container = scene.container(&train);
     let worker = scene.neighbours.victim();
     container.take(worker.id(), "init/deeper");
-    // SIGCONT does not ask a program to end, so the wrapper asks the service nothing.
+    // SIGCONT does not ask a program to end, so yunion-mps-runc does not ask the service to end GPU work.
     succeeded(&scene.wrapped(&["kill", &container.id, "CONT"]));
     assert_eq!(scene.calls(), [format!("kill {} CONT", container.id)]);
     succeeded(&scene.wrapped(&["kill", &container.id, "15"]));
@@ -164,18 +167,18 @@ fn everything_else_is_the_runtimes_own() {
     let output = shell.output().unwrap();
     assert_eq!((output.status.code(), text(&output).as_str()), (Some(7), "12 GiB from descriptor 3\n"));
     assert_eq!(scene.calls(), [line.join(" ")]);
-    // The container does not exist, and the runtime reports that.
+    // The container x does not exist, and the runtime script reports an error.
     let output = scene.wrapped(&["kill", "x", "9"]);
     assert!(!output.status.success());
     assert_eq!(scene.calls()[1..], ["state x", "kill x 9"]);
-    // The runtime's program does not exist.
+    // The program of the runtime behind the wrapper does not exist.
     symlink(binaries().join("yunion-mpsctl"), scene.folder.join("yunion-mps-none")).unwrap();
     let output = scene.runtime("yunion-mps-none", &["kill", "x", "9"]).output().unwrap();
     assert!(text(&output).contains("none can't be executed: No such file"), "{}", text(&output));
     assert_eq!(output.status.code(), Some(1));
 }
 
-/// Without the service, the runtime's command is executed nevertheless.
+/// If the service does not run or does not answer, yunion-mps-runc executes the command of the runtime nevertheless.
 #[test]
 fn no_stop_waits_for_a_service_that_is_away_or_hangs() {
     let Some(mut scene) = Scene::new("no_stop_waits_for_a_service_that_is_away_or_hangs") else { return };
@@ -201,7 +204,8 @@ fn no_stop_waits_for_a_service_that_is_away_or_hangs() {
     stops(&scene);
 }
 
-/// With `per_slice`, the GPU work of this container is ended even if the control daemon of another slice hangs.
+/// With a control daemon for each slice, the GPU work of a container is ended even if the control daemon of another slice
+/// hangs.
 #[test]
 fn a_control_daemon_that_hangs_holds_up_no_stop() {
     if !root_or_skip("a_control_daemon_that_hangs_holds_up_no_stop") {

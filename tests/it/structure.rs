@@ -1,5 +1,6 @@
-//! The rules for the sources: which module may use which, that no files use each other in a circle, and which names appear in
-//! which module only. The tables in the `lib.rs` of the crates have the floors.
+//! The rules for the source files: which module may use which other modules, that no files use each other in a circle, and
+//! which names only some modules may have. The table in the `lib.rs` of each crate gives each module a floor, and a module
+//! may use only modules on lower floors.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt::Write;
@@ -8,12 +9,11 @@ use std::path::Path;
 
 use regex::Regex;
 
-/// The crates of the product, by the folders of their sources. Cargo makes sure that no crate uses one that comes later in
-/// this list.
+/// The folders of the product's crates. A crate may use only the crates before it in this list, which Cargo makes sure.
 const CRATES: [&str; 5] =
     ["crates/core/src", "crates/common/src", "src", "crates/mpsctl/src", "crates/device-plugin/src"];
 
-/// Names that only a few files may have in their code, with the beginnings of these files' paths.
+/// Names that only a few files may have in their code, each name with the beginnings of the paths of its files.
 const HOMES: [(&str, &[&str]); 21] = [
     ("nvml_wrapper", &["crates/common/src/host/nvml/"]),
     ("serde_yaml", &["crates/common/src/config/"]),
@@ -62,9 +62,9 @@ const HOMES: [(&str, &[&str]); 21] = [
 
 /// A source file.
 struct Source {
-    /// The path below the root of the repository.
+    /// The path of the source file, relative to the root of the repository.
     path: String,
-    /// The place of the file in the crate: `["host", "gpu"]`. The root of the crate has none.
+    /// The module path of the file in the crate, such as `["host", "gpu"]`. For the root of the crate, `module` is empty.
     module: Vec<String>,
     text: String,
 }
@@ -72,7 +72,7 @@ struct Source {
 /// All sources of a crate.
 struct Crate {
     sources: Vec<Source>,
-    /// The floors of its modules, as the table in its root says.
+    /// The floor of each module of the crate, from the table in the crate's `lib.rs`.
     floors: BTreeMap<String, u32>,
 }
 
@@ -84,7 +84,7 @@ impl Source {
         Self { path: format!("{folder}/{below}"), module, text }
     }
 
-    /// The lines of product code with their numbers, comments and tests left out.
+    /// The lines of the file's code without comments and tests, each with its line number.
     fn code(&self) -> impl Iterator<Item = (usize, &str)> {
         let lines = self.text.lines().enumerate().take_while(|(_, line)| !line.starts_with("#[cfg(test)]"));
         lines.filter(|(_, line)| !line.trim_start().starts_with("//")).map(|(index, line)| (index + 1, line))
@@ -113,8 +113,8 @@ impl Crate {
         Self::new(sources)
     }
 
-    /// The place of the file that a path leads to, seen from a file: `crate::host::gpu::Gpu` leads to `["host", "gpu"]`. None
-    /// if the path leads into another crate.
+    /// The module of the file in which a path ends, if the file `from` uses the path: `crate::host::gpu::Gpu` leads to
+    /// `["host", "gpu"]`. None if the path leads into another crate.
     fn target(&self, from: &Source, path: &str) -> Option<Vec<String>> {
         let mut parts = path.split("::").peekable();
         let mut place = match *parts.peek()? {
@@ -150,8 +150,8 @@ impl Crate {
         self.sources.iter().any(|source| source.module == place)
     }
 
-    /// The files that each file uses, with a line that does so. A file may use what the modules that contain it declare,
-    /// since that is declared for it.
+    /// The files that each file uses, each with the number of a line that uses it. A file's use of a module that contains the
+    /// file does not count.
     fn uses(&self) -> BTreeMap<&[String], BTreeMap<Vec<String>, usize>> {
         let uses = self.sources.iter().filter(|source| !source.path.ends_with("main.rs")).map(|source| {
             let mut used = BTreeMap::new();
@@ -180,7 +180,8 @@ fn collect(folder: &str, directory: &Path, root: &Path, sources: &mut Vec<Source
     }
 }
 
-/// The paths that a file names, each with its line. `use a::{b, c::{d, e}}` names `a::b`, `a::c::d` and `a::c::e`.
+/// The Rust paths that a source file names, each with its line number. `use a::{b, c::{d, e}}` names `a::b`, `a::c::d` and
+/// `a::c::e`.
 fn paths(source: &Source) -> Vec<(usize, String)> {
     let path = Regex::new(r"[A-Za-z_]\w*(?:::\w+)+").unwrap();
     let mut found = Vec::new();
@@ -203,7 +204,7 @@ fn paths(source: &Source) -> Vec<(usize, String)> {
     found
 }
 
-/// The paths of a `use`.
+/// The single paths that a `use` with braces names.
 fn unfolded(text: &str) -> Vec<String> {
     let Some((beginning, rest)) = text.split_once('{') else { return vec![text.trim().to_owned()] };
     let inner = rest.rsplit_once('}').map_or(rest, |(inner, _)| inner);
@@ -243,7 +244,7 @@ fn breaches_of_floors(house: &Crate) -> String {
     breaches
 }
 
-/// The files that use each other in a circle.
+/// The message about the files of a crate that use each other in a circle, empty if there are none.
 fn circles(house: &Crate) -> String {
     let uses = house.uses();
     let reach = |from: &[String]| {
@@ -304,8 +305,8 @@ fn what_has_a_home_is_named_nowhere_else() {
     assert!(breaches.is_empty(), "\n{breaches}");
 }
 
-/// The checks of the rules find what they look for. A type name has one meaning. Exceptions: arguments of subcommands, a
-/// proxy that is called like its object, and a Result with the errors of its module.
+/// No two types of the product have the same name. Some type names may occur more than once: the arguments of subcommands, a
+/// D-Bus proxy that has the name of its object, and the `Result` of a module.
 #[test]
 fn no_two_types_have_one_name() {
     const SHARED: [&str; 4] = ["Arguments", "Control", "Manager", "Result"];
@@ -325,7 +326,7 @@ fn no_two_types_have_one_name() {
     assert!(places.is_empty(), "{places:#?}");
 }
 
-/// A newcomer finds each word of the page in the code under the name that the page gives, and each file that the page names.
+/// The code has each name that docs/architecture.md gives for one of its words, and each file that this page names.
 #[test]
 fn the_words_of_the_architecture_page_are_in_the_code() {
     let root = Path::new(env!("CARGO_MANIFEST_DIR"));
@@ -353,7 +354,7 @@ fn the_words_of_the_architecture_page_are_in_the_code() {
     }
 }
 
-/// The promises of the core are in its tests, and the page has the same text.
+/// The text of the core's promises in docs/architecture.md is the text in the core's tests.
 #[test]
 fn the_promises_of_the_architecture_page_are_those_of_the_tests() {
     let root = Path::new(env!("CARGO_MANIFEST_DIR"));
@@ -367,8 +368,8 @@ fn the_promises_of_the_architecture_page_are_those_of_the_tests() {
     assert!(now == page, "docs/architecture.md is old: run scripts/promises.py");
 }
 
-/// Words that a reader would have to look up: a sentence must name its subject, and a reference its noun. No line of the
-/// product has one of these words.
+/// No line of the product has a word of this list, which hides the subject of a sentence: a sentence must name its subject,
+/// and a reference its noun.
 #[test]
 fn sentences_name_their_subjects() {
     let words = Regex::new(r"(?i-u)\b(nobody|whoever|one that|is told of|none that)\b").unwrap();

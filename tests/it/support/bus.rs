@@ -13,7 +13,7 @@ use tokio::process::Command;
 use super::host::without_foreign_variables;
 use super::wait::DEADLINE;
 
-/// The rules of the system bus. `scripts/bus-conf.sh` reads the rules from the same file.
+/// The configuration of the private dbus-daemon, with the rules of the system bus. `scripts/bus-conf.sh` reads the same file.
 const CONFIGURATION: &str = include_str!("../../support/bus.conf");
 
 /// The group that stands for the group yunion-mps in the policy of a test's bus. No user is a member of the group: a
@@ -26,7 +26,7 @@ pub(crate) const AS_MEMBER: [&str; 3] = ["--reuid=65534", "--regid=65534", "--cl
 /// The arguments of setpriv for a user whom the bus policy does not allow to call the service.
 pub(crate) const AS_STRANGER: [&str; 3] = ["--reuid=1", "--regid=1", "--clear-groups"];
 
-/// The program yunion-mpsctl with these arguments, with this bus as its system bus.
+/// A command that runs yunion-mpsctl with these arguments and with this bus as its system bus.
 pub(crate) fn ctl(bus: &PrivateBus, arguments: &[&str]) -> Command {
     let mut command = bus.command(mpsctl());
     command.args(arguments);
@@ -51,12 +51,12 @@ impl PrivateBus {
         Self::with_policy(|shipped| shipped)
     }
 
-    /// Starts a bus with the shipped policy after a change of it.
+    /// Starts a bus with the shipped policy, which `change` may change before.
     pub(crate) fn with_policy(change: impl FnOnce(String) -> String) -> Self {
-        // The directory is in /tmp whatever TMPDIR is: other users have to reach the socket, and the length of its path is
-        // limited.
+        // The directory of the bus is in /tmp whatever TMPDIR is: other users have to reach the socket of the bus, and the
+        // length of the socket's path is limited.
         let directory = tempfile::Builder::new().prefix("bus").tempdir_in("/tmp").unwrap();
-        // The mode lets other users reach the socket.
+        // The mode of the directory lets other users reach the socket of the bus.
         fs::set_permissions(directory.path(), fs::Permissions::from_mode(0o755)).unwrap();
         let shipped = concat!(env!("CARGO_MANIFEST_DIR"), "/config/io.yunion.Mps1.conf");
         // On this bus, the user who runs the tests has the rights that the policy gives to root.
@@ -77,7 +77,7 @@ impl PrivateBus {
             .stderr(fs::File::create(directory.path().join("complaints")).unwrap())
             .spawn()
             .unwrap_or_else(|e| panic!("dbus-daemon: {e}; install {}", package("dbus-daemon")));
-        // dbus-daemon prints its address once it listens. If it can't listen, it ends without an address.
+        // dbus-daemon prints its address once it listens. If dbus-daemon can't listen, it ends without printing an address.
         let mut address = String::new();
         BufReader::new(daemon.stdout.take().unwrap()).read_line(&mut address).unwrap();
         let complaints = fs::read_to_string(directory.path().join("complaints")).unwrap();
@@ -89,7 +89,7 @@ impl PrivateBus {
         format!("unix:path={}", self.directory.path().join("socket").display())
     }
 
-    /// A program for which this bus is the system bus.
+    /// A command that runs the program with this bus as its system bus.
     pub(crate) fn command(&self, program: &str) -> Command {
         let mut command = Command::new(program);
         without_foreign_variables(command.as_std_mut());
@@ -97,15 +97,15 @@ impl PrivateBus {
         command
     }
 
-    /// The program as a user whom the bus policy does not allow to call the service. Only root can start a program as another
-    /// user.
+    /// A command that runs the program as a user whom the bus policy does not allow to call the service. Only root can start
+    /// a program as another user.
     pub(crate) fn command_as_stranger(&self, program: &str) -> Command {
         let mut command = self.command("setpriv");
         command.args(AS_STRANGER).arg(program);
         command
     }
 
-    /// The program as a member of the group yunion-mps. Only root can start a program as another user.
+    /// A command that runs the program as a member of the group yunion-mps. Only root can start a program as another user.
     pub(crate) fn command_as_member(&self, program: &str) -> Command {
         let mut command = self.command("setpriv");
         command.args(AS_MEMBER).arg(program);
@@ -135,7 +135,7 @@ pub(crate) async fn output(command: &mut Command) -> Output {
     }
 }
 
-/// The text on stdout of a command, which must succeed.
+/// Runs a command, which must succeed, and returns its text on stdout.
 pub(crate) async fn printed(command: &mut Command) -> String {
     let output = output(command).await;
     let text = |bytes: &[u8]| String::from_utf8_lossy(bytes).into_owned();
@@ -143,14 +143,14 @@ pub(crate) async fn printed(command: &mut Command) -> String {
     text(&output.stdout)
 }
 
-/// The text on stderr of a command, which must fail.
+/// Runs a command, which must fail, and returns its text on stderr.
 pub(crate) async fn complained(command: &mut Command) -> String {
     let output = output(command).await;
     assert!(!output.status.success(), "{command:?} succeeded: {}", String::from_utf8_lossy(&output.stdout));
     String::from_utf8_lossy(&output.stderr).into_owned()
 }
 
-/// The name of the Debian package with a program that these tests need.
+/// The words for the Debian package that has a program which the tests need.
 fn package(program: &str) -> &'static str {
     match program {
         "dbus-daemon" => "the Debian package dbus-daemon",

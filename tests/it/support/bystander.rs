@@ -1,4 +1,4 @@
-//! A client that runs while a test does something to its host, and that must survive.
+//! Bystanders: clients that run while a test disturbs their host, and that must not fail.
 
 use std::path::Path;
 use std::time::{Duration, Instant};
@@ -7,7 +7,7 @@ use super::client::Client;
 use super::host::{Host, alive};
 use super::wait::{DEADLINE, PAUSE, wait_for};
 
-/// A client of a test's host that must not notice anything of the test.
+/// A client of a test's host that must compute to its end undisturbed by the test.
 pub(crate) struct Bystander {
     child: Client,
     /// A client of another control daemon on the same GPU, if there is one.
@@ -33,7 +33,8 @@ impl Bystander {
         Self { child, another, ends: Instant::now() + time }
     }
 
-    /// Returns true if the client has computed for its time. The test fails if the client has ended in any other way.
+    /// Returns true if the client has computed for its time and has ended. The test fails if the client has ended early or
+    /// with an error.
     pub(crate) fn done(&mut self) -> bool {
         let mut both = std::iter::once(&mut self.child).chain(&mut self.another);
         both.all(|client| {

@@ -1,4 +1,4 @@
-//! Clients: the simulator's CUDA program `cuda-client`.
+//! Clients of control daemons: processes of the simulator's CUDA program `cuda-client`.
 
 use std::ops::{Deref, DerefMut};
 use std::process::{Child, Command, Stdio};
@@ -8,7 +8,7 @@ use serde_json::Value;
 use super::host::{Host, process_state, text};
 use super::wait::wait_for;
 
-/// A CUDA program that runs. The program is killed when this value is dropped.
+/// A running CUDA program, or another program of a test. The program is killed when this value is dropped.
 #[derive(Debug)]
 pub(crate) struct Client(Child);
 
@@ -45,15 +45,15 @@ impl Drop for Client {
     }
 }
 
-/// A Python program that holds the process with the PID in its argument, as a debugger does.
+/// A Python program that stops the process with the PID in its argument by ptrace, as a debugger does.
 const DEBUGGER: &str = "import ctypes, sys, time\n\
     libc = ctypes.CDLL(None, use_errno=True)\n\
     assert libc.ptrace(16, int(sys.argv[1]), None, None) == 0\n\
     print('held', flush=True)\n\
     time.sleep(600)\n";
 
-/// Describes clients as the service's messages do. Each client is given by its PID, its user, and the words that
-/// follow the user.
+/// The words for clients in the service's messages. Each client is given by its PID, its user, and the words that follow the
+/// user in the message.
 pub(crate) fn describe(clients: &[(u32, &str, &str)]) -> String {
     let mut clients = clients.to_vec();
     clients.sort_unstable();
@@ -84,8 +84,8 @@ impl Host {
         command
     }
 
-    /// The environment variables of a container that has a slice. A directory that a container would have as a mount
-    /// is named by its path on this host.
+    /// The environment variables of a container that has a slice. If a variable names a directory that the container would
+    /// have as a mount, the path of this directory on the host replaces it.
     pub(crate) fn environment_of(&self, device: &str) -> Vec<(String, String)> {
         let answer = self.container_of(device);
         let mounts = answer["mounts"].as_array().unwrap();
@@ -97,14 +97,14 @@ impl Host {
         variables.map(|(name, value)| (name.clone(), here(value))).collect()
     }
 
-    /// The settings that the service gives a container for a slice. The slice may be bound to the container already.
+    /// The settings that the service gives a container for a slice. The slice may already be bound to a control group.
     pub(crate) fn container_of(&self, device: &str) -> Value {
         let answer = self.mpsctl(&["env", device, "--share", "--format", "json"]);
         assert!(answer.status.success(), "{}", text(&answer));
         serde_json::from_slice(&answer.stdout).unwrap()
     }
 
-    /// Starts a client that computes until it is killed, and waits until it is served.
+    /// Starts a client that computes until it is killed, and waits until the control daemon lists it.
     pub(crate) fn client(&self) -> Client {
         self.served(&mut self.program(&["hold", "600"]))
     }
@@ -134,8 +134,8 @@ impl Host {
         self.clients().into_iter().find(|client| client["pid"] == pid)
     }
 
-    /// Starts a client of the control daemon in the pipe directory of host.conf, and waits until it is served. The
-    /// service may have ended the client's work by then.
+    /// Starts a client of the control daemon in the pipe directory of host.conf, and waits until it is served. A client whose
+    /// GPU work the service has ended before counts as served.
     pub(crate) fn served(&self, command: &mut Command) -> Client {
         let mut client = Client::start(command);
         let (pipe, pid) = (self.pipe(), client.id().to_string());
@@ -147,8 +147,8 @@ impl Host {
         client
     }
 
-    /// Starts a client, and waits until a service with `log_level: debug` knows the client's tenant. The service can
-    /// then name the client even after its end.
+    /// Starts a client, and waits until a service with `log_level: debug` has logged the client's owner. From then on the
+    /// service can name the owner even after the client's end.
     pub(crate) fn known(&self, command: &mut Command) -> Client {
         let client = self.served(command);
         let words = format!(" client PID {} of ", client.id());
@@ -164,7 +164,7 @@ impl Host {
         client
     }
 
-    /// Starts a debugger, and waits until it holds the process with this PID.
+    /// Starts a debugger, and waits until the debugger has stopped the process with this PID.
     pub(crate) fn debugger(&self, pid: u32) -> Client {
         let mut python = self.command("/usr/bin/python3");
         let debugger = Client::start(python.args(["-c", DEBUGGER, &pid.to_string()]));

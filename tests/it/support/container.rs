@@ -1,4 +1,4 @@
-//! Containers without a container runtime: their control groups, and the mounts of a slice.
+//! Simulated containers without a container runtime: their control groups, and the mounts of a slice's directory.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -30,8 +30,8 @@ impl ContainerGroup {
         Self::named(|id| format!("cloudpods/{id}"))
     }
 
-    /// Makes the control group of a container as a kubelet does, in the control group of a pod. The kubelet's own
-    /// control group is inside a control group of this test.
+    /// Makes the control group of a container as a kubelet does, in the control group of a pod. The control group of the
+    /// simulated kubelet is inside a control group of the test.
     pub(crate) fn of_a_pod() -> Option<Self> {
         Self::named(|id| format!("{OF_TEST}{}/kubepods/pod/{id}", &id[..12]))
     }
@@ -39,13 +39,13 @@ impl ContainerGroup {
     fn named(name: impl Fn(&str) -> String) -> Option<Self> {
         static NUMBER: AtomicU32 = AtomicU32::new(0);
         let number = NUMBER.fetch_add(1, Ordering::Relaxed);
-        // The first 12 digits of each id differ, since commands also take such a short id.
+        // The first 12 digits of each container id differ, since commands also accept the first 12 digits as a short id.
         let id = format!("{:08x}{number:04x}{:052x}", std::process::id(), 0xabc);
         let mounts = fs::read_to_string("/proc/self/mountinfo").unwrap();
         let mounts = mounts.lines().filter(|line| line.contains(" - cgroup"));
         let mut mounts: Vec<&str> = mounts.map(|line| line.split(' ').nth(4).unwrap()).collect();
-        // The container may be in any hierarchy. The hierarchies of systemd are tried first, since some other hierarchies
-        // take no process before they are configured.
+        // The container's control group may be in any hierarchy of control groups. The test tries the hierarchies of systemd
+        // first, since some other hierarchies accept no process before they are configured.
         mounts.sort_by_key(|mount| !mount.ends_with("systemd") && !mount.ends_with("unified"));
         mounts.into_iter().find_map(|mount| {
             let directory = Path::new(mount).join(name(&id));
@@ -92,8 +92,8 @@ pub(crate) const MOUNT_SLICE: &str = "set -e\n\
     mount --bind /mnt /run/yunion-mps\n\
     umount /mnt\n";
 
-/// A shell script in a new mount namespace. The script sees the slice's directory read-only at its path in a container, and
-/// no pipe directory.
+/// A command that runs a shell script in a new mount namespace. The script sees the slice's directory read-only at its path
+/// in a container, and no pipe directory.
 pub(crate) fn contained(host: &Host, slice_directory: &Path, script: &str) -> Command {
     let read_only = "mount -o remount,bind,ro /run/yunion-mps\nmount -t tmpfs tmpfs \"$1\"\n";
     let mut command = host.command("unshare");

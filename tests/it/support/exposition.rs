@@ -1,4 +1,4 @@
-//! Metrics, parsed by a parser of another project.
+//! Metrics in OpenMetrics text, read by the parser of another project.
 
 use std::collections::BTreeMap;
 use std::io::Write;
@@ -6,7 +6,7 @@ use std::process::{Command, Stdio};
 
 use super::host::text;
 
-/// The samples in a text of metrics: their values, by name and labels.
+/// The values of the samples in a text of metrics, by the name and labels of the sample.
 pub(crate) fn samples_of(exposition: &str) -> BTreeMap<String, f64> {
     let program = r#"
 import json, sys

@@ -1,9 +1,10 @@
-//! The files of tests/golden, which have recorded outputs. A test compares its outputs with them byte by byte. An
-//! output without its file is an error, and so is a file without an output. With `UPDATE_GOLDEN=1` the files are
-//! written, and files without an output are removed.
+//! The files of tests/golden, which have recorded outputs of commands. A test compares outputs with these files byte by byte.
+//! An output without a recorded file is an error, and so is a recorded file without an output. With `UPDATE_GOLDEN=1` the
+//! tests write the recorded files, and remove files without an output.
 //!
-//! All outputs of two boards are recorded, for 80 columns and, if the text differs, for 120. Of another board the
-//! outputs in `RECORDED` are recorded, for 80 columns; its other commands are only run.
+//! For two boards all outputs are recorded, for 80 columns and, if the text differs, for 120 columns. For any other board
+//! only the outputs that `RECORDED` lists are recorded, for 80 columns, and the tests run its other commands without
+//! comparing their output.
 
 use std::collections::BTreeSet;
 use std::fmt::Write as _;
@@ -11,7 +12,7 @@ use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
-/// The directories of tests/golden, and the recorded outputs in each. `None` means that all outputs are recorded.
+/// The directories of tests/golden, each with its recorded outputs. `None` means that all outputs are recorded.
 const RECORDED: [(&str, Option<&[&str]>); 19] = [
     ("help", None),
     ("h200x8", None),
@@ -22,7 +23,7 @@ const RECORDED: [(&str, Option<&[&str]>); 19] = [
     ("mixed/screens", None),
     ("mixed/broken", None),
     ("mixed/broken/screens", None),
-    // The outputs in the manual, and the answers from which its tables are made.
+    // The outputs that the manual shows, and the recorded answers from which the tables in the manual are made.
     (
         "tesla-p40",
         Some(&[
@@ -47,13 +48,13 @@ const RECORDED: [(&str, Option<&[&str]>); 19] = [
         ]),
     ),
     ("tesla-p40/screens", Some(&["clients.txt", "list.txt", "status.txt"])),
-    // The outputs in the README, and the answers from which they are made.
+    // The outputs that the README shows, and the recorded answers from which these outputs are made.
     ("h200", Some(&["clients.json", "list-gpus.json", "list.json", "status.json"])),
     ("h200/screens", Some(&["clients.txt", "list.txt"])),
-    // GPUs in PCI domains of their own, each near the CPUs of its superchip.
+    // A board whose GPUs have different PCI domains, each GPU near the CPUs of its superchip.
     ("gh200x4", Some(&["clients.json", "env.txt", "list-gpus.json", "list.json", "status.json"])),
     ("gh200x4/screens", Some(&["list-gpus-wide.txt", "list.txt", "status.txt"])),
-    // A GPU that shares the memory of the host: its memory and the memory that is left are not known.
+    // A board with a GPU that uses the memory of the host: NVML does not report the size of its memory and its free memory.
     (
         "gb10",
         Some(&[
@@ -68,7 +69,7 @@ const RECORDED: [(&str, Option<&[&str]>); 19] = [
         ]),
     ),
     ("gb10/screens", Some(&["clients.txt", "list-gpus.txt", "list.txt", "status.txt"])),
-    // The only GPU of this host is lost.
+    // The outputs on the board `h200` after its only GPU was lost.
     (
         "h200/broken",
         Some(&[
@@ -92,8 +93,8 @@ pub(crate) fn directory(below: &str) -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden").join(below)
 }
 
-/// The directories in tests/golden that [`RECORDED`] does not have. A test of a single directory would not find such
-/// directories.
+/// The directories in tests/golden that [`RECORDED`] does not name. A test that compares the outputs of a single directory
+/// would not find such directories.
 pub(crate) fn unknown_directories() -> Vec<PathBuf> {
     let is_known = |path: &Path| RECORDED.iter().any(|(below, _)| directory(below).starts_with(path));
     let (mut left, mut unknown) = (vec![directory("")], Vec::new());
@@ -106,10 +107,10 @@ pub(crate) fn unknown_directories() -> Vec<PathBuf> {
     unknown
 }
 
-/// The outputs that are compared with one directory, and the differences that were found.
+/// A comparison of outputs with the files of one directory, and the differences that were found.
 pub(crate) struct Golden {
     below: String,
-    /// The outputs of this directory that are recorded. None: all outputs.
+    /// The outputs that are recorded in this directory. None: all outputs.
     listed: Option<&'static [&'static str]>,
     files: BTreeSet<String>,
     complaints: String,
@@ -122,7 +123,7 @@ impl Golden {
         Self { below: below.to_owned(), listed, files: BTreeSet::new(), complaints: String::new() }
     }
 
-    /// Returns whether every output is recorded, for both widths.
+    /// Returns true if every output of the directory is recorded, for 80 and for 120 columns.
     pub(crate) fn is_whole(&self) -> bool {
         self.listed.is_none()
     }
@@ -153,12 +154,13 @@ impl Golden {
         }
     }
 
-    /// Returns all differences, and the files without an output.
+    /// Ends the comparison, and returns a text about all differences and all recorded files without an output.
     pub(crate) fn finish(mut self) -> String {
         for listed in self.listed.unwrap_or_default() {
             assert!(self.files.contains(*listed), "{}/{listed} is listed, and no case prints it", self.below);
         }
-        // A directory without any output of this run is reported by `unknown_directories`.
+        // If the run had no output for the directory, the directory's files are not checked here: `unknown_directories`
+        // reports such a directory.
         let known = self.is_whole() || !self.files.is_empty();
         for entry in known.then(|| fs::read_dir(directory(&self.below)).unwrap()).into_iter().flatten() {
             let path = entry.unwrap().path();

@@ -16,7 +16,8 @@ use super::bus::{AS_MEMBER, PrivateBus};
 use super::processes::processes_with;
 use super::wait::{DEADLINE, PAUSE, wait_for};
 
-/// The environment variable with the directory of programs for aarch64, which an emulator runs: [`crate::arm64`] sets it.
+/// The environment variable with the directory of programs for aarch64, which an emulator runs. [`crate::arm64`] sets the
+/// variable.
 pub(crate) const EMULATED: &str = "MPS_TEST_EMULATED";
 
 /// Returns whether an emulator runs the programs under test.
@@ -79,7 +80,7 @@ pub(crate) fn mpsctl() -> &'static str {
 /// A simulated host made from one of the simulator's boards.
 pub(crate) struct Host {
     directory: tempfile::TempDir,
-    /// The name of the first slice, if each slice has its own control daemon.
+    /// The name of the first slice, or None if one control daemon serves all slices.
     pub(super) first_slice: Option<String>,
     bus: PrivateBus,
     /// The dbus-daemon that has replaced the first one, after [`Host::restart_bus`].
@@ -94,7 +95,7 @@ const WITHOUT_THE_FLAG: [&str; 4] = ["--bounding-set", "-linux_immutable", "--in
 impl Host {
     /// Makes the host. Only its bus runs.
     pub(crate) fn new(board: &str) -> Self {
-        // The path is short, since the path of a socket below it must fit into 107 bytes.
+        // The path of the host's directory is short, since the path of a socket in it must fit into 107 bytes.
         let directory = tempfile::Builder::new().prefix("mps").tempdir_in("/tmp").unwrap();
         fs::set_permissions(directory.path(), fs::Permissions::from_mode(0o755)).unwrap();
         let root = directory.path().join("h");
@@ -105,7 +106,7 @@ impl Host {
             .output()
             .unwrap();
         assert!(made.status.success(), "{}", String::from_utf8_lossy(&made.stderr));
-        // The link is where yunion-mpsctl looks for the runtime directory.
+        // A link at the path at which yunion-mpsctl looks for the runtime directory leads to the host's runtime directory.
         fs::create_dir_all(root.join("sysroot/run")).unwrap();
         symlink(root.join("run"), root.join("sysroot/run/yunion-mps-daemon")).unwrap();
         let bus = PrivateBus::start();
@@ -134,7 +135,7 @@ impl Host {
         self.directory.path().join("h").join(below)
     }
 
-    /// The path of the file that the service sees at this absolute path.
+    /// The real path of the file that the service of the simulated host sees at this absolute path.
     pub(crate) fn file(&self, path: &str) -> PathBuf {
         self.path("sysroot").join(path.trim_start_matches('/'))
     }
@@ -167,7 +168,7 @@ impl Host {
         self.second_bus = Some(bus);
     }
 
-    /// Installs the files of the package for which the service looks on the host.
+    /// Installs those files of the package on the simulated host that the programs look for.
     pub(crate) fn install(&self) {
         let source = Path::new(env!("CARGO_MANIFEST_DIR"));
         for (from, to) in [
@@ -181,7 +182,7 @@ impl Host {
         }
     }
 
-    /// Adds lines to host.conf. A line of `lines` replaces a line with the same key.
+    /// Adds lines to host.conf. A line of `lines` replaces a line of host.conf with the same key.
     pub(crate) fn configure(&self, lines: &str) {
         let file = self.file("/etc/yunion/host.conf");
         let keys: Vec<&str> = lines.lines().filter_map(|line| Some(line.split_once(':')?.0)).collect();
@@ -271,7 +272,7 @@ impl Host {
         self.daemon_command().arg("--check").output().unwrap()
     }
 
-    /// Starts the service. The messages of the service go to a file.
+    /// Starts the service. The messages of the service are written to the file daemon.log of the host.
     pub(crate) fn start(&mut self) {
         let daemon = self.daemon_command();
         self.spawn(daemon);
@@ -287,8 +288,8 @@ impl Host {
         self.spawn(command);
     }
 
-    /// A program in a user namespace that has no inotify instance left. Programs outside of the namespace are not
-    /// affected.
+    /// A command that runs a program in a user namespace that has no inotify instance left. Programs outside of the namespace
+    /// are not affected.
     pub(crate) fn without_inotify(&self, program: &Command) -> Command {
         let mut command = self.command("unshare");
         command.args(["--user", "--map-root-user", "sh", "-c"]);
@@ -317,7 +318,7 @@ impl Host {
         self.spawn(command);
     }
 
-    /// A program on this host without the capability to set the immutable flag, like root of a container.
+    /// A command that runs a program on this host without the capability to set the immutable flag, like root in a container.
     pub(crate) fn without_the_flag(&self, program: &str) -> Command {
         let mut command = self.command("setpriv");
         command.args(WITHOUT_THE_FLAG).arg(program);
@@ -408,8 +409,8 @@ impl Host {
         }
     }
 
-    /// Waits until no GPU is served, for a reason with this text, and returns the status. The service's state is then
-    /// failed, or degraded if it waits as planned for clients of another control daemon.
+    /// Waits until no GPU is served, for a reason with this text, and returns the status. If no GPU is served, the service's
+    /// state is `failed`, or `degraded` if the service waits as planned for clients of another control daemon.
     pub(crate) fn wait_for_failure(&self, reason: &str) -> Value {
         self.wait_for_status(reason, |status| {
             let service = &status["service"];
@@ -429,7 +430,7 @@ impl Host {
             .unwrap()
     }
 
-    /// Makes the service read its configuration and look at the host now.
+    /// Makes the service read its configuration and check the host at once.
     #[track_caller]
     pub(crate) fn reload(&self) {
         succeeded(&self.call("Control.Reload"));
@@ -487,20 +488,21 @@ impl Host {
             .stderr(Stdio::piped())
             .spawn()
             .unwrap();
-        // Writing fails if the front end has found no control daemon and has ended before it reads.
+        // The result of the write is ignored: the write fails if the front end has found no control daemon and has ended
+        // before it reads.
         let _ = writeln!(front_end.stdin.take().unwrap(), "{command}");
         let output = front_end.wait_with_output().unwrap();
         String::from_utf8_lossy(&output.stdout).into_owned() + &String::from_utf8_lossy(&output.stderr)
     }
 
-    /// Waits until no process of the service is left. A front end that was interrupted during a question may be the
-    /// last to end.
+    /// Waits until no process of the host is left. A front end that was interrupted during a command may be the last process
+    /// to end.
     pub(crate) fn nothing_runs(&self) {
         wait_for("no process", || self.processes().is_empty().then_some(()));
     }
 
-    /// The PIDs of all processes of this host, the service included. The processes are found by an environment variable that
-    /// they inherit.
+    /// The PIDs of all processes of this host, the service included. The function finds the processes by an environment
+    /// variable that all of them inherit.
     pub(crate) fn processes(&self) -> Vec<u32> {
         let mark = format!("YUNION_MPS_SIM={}", self.path("").display().to_string().trim_end_matches('/'));
         processes_with(&mark)
@@ -520,7 +522,7 @@ impl Drop for Host {
         for pid in self.processes() {
             signal_pid(pid, Signal::KILL);
         }
-        // A killed service leaves immutable flags, with which the directory could not be removed.
+        // A killed service leaves immutable flags, with which the directory of the host could not be removed.
         self.let_change("");
     }
 }
@@ -536,8 +538,8 @@ pub(crate) fn flag_can_be_set() -> bool {
     *CAN
 }
 
-/// Removes the variables from a command's environment by which a container for CUDA, or a service, could affect the
-/// test.
+/// Removes variables from a command's environment that the tests may have inherited from a CUDA container or a systemd
+/// service, and that could affect the test.
 pub(crate) fn without_foreign_variables(command: &mut Command) {
     for (name, _) in std::env::vars_os() {
         let text = name.to_string_lossy();
@@ -557,7 +559,7 @@ fn replace(file: &Path, text: &str) {
     fs::rename(&new, file).unwrap();
 }
 
-/// Sends a signal to a process. A process that has already ended is no error.
+/// Sends a signal to a process. If the process has already ended, that is no error.
 pub(crate) fn signal_pid(pid: u32, signal: Signal) {
     let pid = Pid::from_raw(i32::try_from(pid).unwrap()).unwrap();
     let _ = kill_process(pid, signal);
@@ -568,7 +570,7 @@ pub(crate) fn text(output: &Output) -> String {
     String::from_utf8_lossy(&output.stdout).into_owned() + &String::from_utf8_lossy(&output.stderr)
 }
 
-/// The text on stdout of a command, which must have succeeded.
+/// The text on stdout of a command that has ended, and that must have succeeded.
 #[track_caller]
 pub(crate) fn succeeded(output: &Output) -> String {
     assert!(output.status.success(), "{}", text(output));
@@ -592,7 +594,7 @@ pub(crate) fn assert_has(found: &Value, golden: &Value) {
     }
 }
 
-/// The only control daemon in a status, or the control daemon of the first slice; null if there is none.
+/// The only control daemon in a status, or the control daemon of the first slice. Null if the status has no control daemon.
 pub(crate) fn control_daemon(status: &Value) -> &Value {
     let control_daemons = status["control_daemons"].as_array().unwrap();
     let is_slice = |daemon: &Value| daemon["id"].as_str().unwrap().ends_with("-0");
@@ -606,8 +608,8 @@ pub(crate) fn control_pid(status: &Value) -> u32 {
     u32::try_from(pid.as_u64().unwrap_or_else(|| panic!("no PID in {status:#}"))).unwrap()
 }
 
-/// The fields of /proc/PID/stat after the name of the process: its state, its parent and so on. The name may be no
-/// valid text. None if there is no such process.
+/// The fields of /proc/PID/stat after the name of the process: its state, its parent and so on. The name of the process may
+/// be no valid UTF-8. None if there is no process with this PID.
 pub(crate) fn stat_fields(pid: u32) -> Option<Vec<String>> {
     let stat = fs::read(format!("/proc/{pid}/stat")).ok()?;
     let name_ends = stat.iter().rposition(|byte| *byte == b')')?;
@@ -615,12 +617,12 @@ pub(crate) fn stat_fields(pid: u32) -> Option<Vec<String>> {
     Some(fields.split_whitespace().map(str::to_owned).collect())
 }
 
-/// The letter of a process's state. None if there is no such process.
+/// The letter of a process's state, such as `S`. None if there is no process with this PID.
 pub(crate) fn process_state(pid: u32) -> Option<char> {
     stat_fields(pid)?[0].chars().next()
 }
 
-/// The start time of a process in ticks since boot, as the files of the simulated GPUs have it.
+/// The start time of a process in clock ticks since boot, as the simulator writes it to the files of its GPUs.
 pub(crate) fn start_time(pid: u32) -> String {
     stat_fields(pid).unwrap()[19].clone()
 }

@@ -1,4 +1,4 @@
-//! The signals on the bus, as gdbus prints them.
+//! A listener for the service's D-Bus signals, which gdbus prints.
 
 use std::fs::{self, File};
 use std::path::PathBuf;

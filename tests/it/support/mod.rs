@@ -1,5 +1,5 @@
-//! The set-up that the tests share: simulated hosts, buses, clients, containers and snapshots. A helper that two modules of
-//! tests need is here.
+//! The set-up that the tests share: simulated hosts, buses, clients, containers and snapshots. A helper function that two
+//! modules of tests need belongs in this module.
 
 pub(crate) mod bus;
 pub(crate) mod bystander;

@@ -33,7 +33,7 @@ impl Mount {
 
 impl Drop for Mount {
     fn drop(&mut self) {
-        // Processes of the host may still have open files there, so the unmount is lazy.
+        // Processes of the host may still have open files in the file system, so the unmount is lazy.
         let _ = Command::new("umount").arg("--lazy").arg(&self.0).status();
     }
 }

@@ -1,4 +1,5 @@
-//! Two tenants of one GPU: a client in a long kernel whose work is ended, and a bystander that must survive.
+//! Clients of two tenants on one GPU: a victim in a long CUDA kernel, whose GPU work the test has ended, and a bystander that
+//! must survive.
 
 use std::io::Read;
 use std::path::PathBuf;
@@ -18,7 +19,7 @@ pub(crate) struct Neighbours {
     pub(crate) bystander: Client,
 }
 
-/// Starts a client of slice 0.
+/// Starts the bystander, a client of slice 0.
 pub(crate) fn bystander(host: &Host) -> Client {
     Client::start(host.program_of("00:06.0-0", &["hold", "600"]).stdout(Stdio::piped()))
 }
@@ -41,14 +42,14 @@ impl Neighbours {
         table.lines().filter_map(|line| line.split_whitespace().next()?.parse().ok()).collect()
     }
 
-    /// Waits until a client has started its kernel. After that the client sleeps.
+    /// Waits until a client has started its kernel. A client that has started its kernel sleeps.
     pub(crate) fn computes(&self, pid: u32) {
         wait_for("the client computes", || {
             (self.listed().contains(&pid) && process_state(pid) == Some('S')).then_some(())
         });
     }
 
-    /// Waits until another client than the bystander is in a kernel, and returns its PID.
+    /// Waits until a client other than the bystander is in a CUDA kernel, and returns its PID.
     pub(crate) fn another_computes(&self) -> u32 {
         let bystander = self.bystander.id();
         let pid = wait_for("another client", || self.listed().into_iter().find(|pid| *pid != bystander));
@@ -73,8 +74,8 @@ impl Neighbours {
         victim
     }
 
-    /// Waits until all other clients have ended, and returns true if the bystander has survived. A fault reaches the
-    /// bystander before the control daemon removes the client that caused the fault from its list.
+    /// Waits until all other clients have ended, and returns true if the bystander still computes. If a fault occurs, it hits
+    /// the bystander before the control daemon removes the client that caused the fault from its list.
     pub(crate) fn bystander_survives(&mut self) -> bool {
         let bystander = self.bystander.id();
         wait_for("the others are gone", || self.listed().iter().all(|pid| *pid == bystander).then_some(()));

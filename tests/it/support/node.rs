@@ -1,5 +1,6 @@
-//! A node of Kubernetes: the real service on a simulated host, the device plugin, and a kubelet that shares no code with them:
-//! `tests/kubernetes/kubelet.py`, on gRPC's own C library, with Kubernetes' own description of the messages compiled by protoc.
+//! A node of Kubernetes: the real service on a simulated host, the device plugin, and a simulated kubelet. The kubelet is the
+//! Python program `tests/kubernetes/kubelet.py`, which shares no code with the plugin: it uses gRPC's C library, and
+//! Kubernetes' own description of the messages, compiled by protoc.
 
 use std::collections::BTreeMap;
 use std::fs::{self, File};
@@ -33,17 +34,17 @@ pub(crate) fn messages() -> &'static Path {
     messages
 }
 
-/// A kubelet, which a Python program plays, and the events that it has reported.
+/// A simulated kubelet, which is a Python program, and the events that the program has reported.
 pub(crate) struct FakeKubelet {
     pub(crate) process: Client,
     lines: Receiver<Value>,
-    /// The events that no test has waited for yet, and all events.
+    /// `events` are the events that the test has not waited for yet, and `heard` are all events.
     pub(crate) events: Vec<Value>,
     pub(crate) heard: Vec<Value>,
 }
 
 impl FakeKubelet {
-    /// Starts the kubelet, as after a boot or after the end of another kubelet.
+    /// Starts a simulated kubelet, as after a boot or after the end of another kubelet.
     pub(crate) fn start(host: &Host) -> Self {
         Self::start_with(host, &[])
     }
@@ -89,7 +90,8 @@ impl FakeKubelet {
         }
     }
 
-    /// Waits until the plugin's last list of a resource has this many devices, and these of them are unhealthy.
+    /// Waits until the plugin's last list of a resource has this number of devices, and exactly the devices in `unhealthy`
+    /// are unhealthy.
     #[track_caller]
     pub(crate) fn wait_for_devices(
         &mut self,
@@ -103,7 +105,7 @@ impl FakeKubelet {
             if list.len() == number && self::unhealthy(&list) == unhealthy {
                 return list;
             }
-            // A list from before this call does not count.
+            // A list of devices from before this call does not count.
             self.events.retain(|event| !lists(event));
         }
     }
@@ -117,7 +119,7 @@ impl FakeKubelet {
         found
     }
 
-    /// Makes the kubelet call the plugin, and returns the answer or the error.
+    /// Makes the simulated kubelet do what `call` says, and returns the answer or the error.
     #[track_caller]
     pub(crate) fn call(&mut self, call: &Value) -> Value {
         let is_answer = |event: &Value| event.get("answer").is_some() || event.get("error").is_some();
@@ -180,7 +182,7 @@ impl FakeKubelet {
         self.call(&json!({"call": "ended", "pod": pod}));
     }
 
-    /// The containers that have each device of [`QUARTER`], as pod/container.
+    /// The containers to which the kubelet has given each device of [`QUARTER`], as pod/container.
     pub(crate) fn given(&mut self) -> BTreeMap<String, Vec<String>> {
         let given = self.call(&json!({"call": "given"}))["answer"][QUARTER].clone();
         let given = given.as_object().cloned().unwrap_or_default();
@@ -198,7 +200,7 @@ pub(crate) fn init_container() -> Value {
     json!({"name": "download", "init": true, "resource": QUARTER, "number": 1})
 }
 
-/// The texts in a JSON list.
+/// The strings in a JSON list.
 fn names(list: &Value) -> Vec<String> {
     list.as_array().unwrap().iter().map(|name| name.as_str().unwrap().to_owned()).collect()
 }

@@ -10,7 +10,8 @@ pub(crate) fn control_daemons(host: &Host) -> Vec<u32> {
         arguments.first().is_some_and(|name| name.ends_with("/nvidia-cuda-mps-control"))
             && arguments.iter().any(|argument| argument == "-f")
     });
-    // The child of a control daemon has the same arguments until it executes the server.
+    // The child process that a control daemon forks has the arguments of the control daemon until it executes the server, so
+    // it is left out.
     let all = found.clone();
     found.retain(|pid| {
         let parent = stat_fields(*pid).and_then(|fields| fields[1].parse().ok());
@@ -29,7 +30,8 @@ pub(crate) fn arguments(pid: u32) -> Vec<String> {
     let line = fs::read(format!("/proc/{pid}/cmdline")).unwrap_or_default();
     let line = line.strip_suffix(b"\0").unwrap_or(&line);
     let words = line.split(|byte| *byte == 0).map(|word| String::from_utf8_lossy(word).into_owned());
-    // The kernel puts the emulator and the path of the program in front of them.
+    // For a program that an emulator runs, the kernel puts the emulator and the path of the program in front of the
+    // arguments.
     words.skip(if emulated() { 2 } else { 0 }).collect()
 }
 

@@ -1,4 +1,4 @@
-//! Random numbers for tests with random acts. A seed repeats them.
+//! Random numbers for tests that act at random. A seed repeats them.
 
 use std::io::Write;
 use std::time::Duration;

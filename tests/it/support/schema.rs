@@ -10,7 +10,7 @@ use serde_json::Value;
 
 use super::host::text;
 
-/// The keys of JSON objects as paths: `[].pcie_info.version`. `*` stands for the keys of a map.
+/// The keys of JSON objects as paths: `[].pcie_info.version`. In such a path, `*` stands for the keys of a map.
 #[derive(Debug, Deserialize)]
 pub(crate) struct Keys {
     /// The keys that the schema describes.
@@ -24,8 +24,8 @@ pub(crate) fn directory() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("docs/schemas")
 }
 
-/// Checks documents with the schema of this name. A key that the schema does not describe is an error here, although it is no
-/// error for a program that reads the documents.
+/// Checks documents with the schema of this name. A key that the schema does not describe is an error in this check, although
+/// it is no error for a program that reads the documents.
 #[track_caller]
 pub(crate) fn strict(schema: &str, documents: &[Value]) -> Keys {
     let mut checker = Command::new("/usr/bin/python3")

@@ -109,7 +109,7 @@ impl Screen {
         self.wait_until(text, |screen| screen.contains(text))
     }
 
-    /// Waits for the end of the program, and returns its exit status: 128 and more after a signal.
+    /// Waits for the end of the program, and returns its exit status: 128 plus the signal's number if a signal has ended it.
     pub(crate) fn ended(&mut self) -> i32 {
         let status = wait_for("the program's end", || self.program.try_wait().unwrap());
         status.code().unwrap_or_else(|| 128 + status.signal().unwrap())

@@ -1,5 +1,4 @@
-//! The D-Bus part of the service, without the rest of it. This part of the service runs in the test's own process, on a
-//! private bus.
+//! The D-Bus part of the service without its other parts. The D-Bus part runs in the test's own process, on a private bus.
 
 use std::sync::Arc;
 
@@ -29,7 +28,7 @@ impl Service {
         tokio::spawn(async move {
             while let Some(request) = asked.recv().await {
                 match request {
-                    // The snapshot of this test is always up to date, so the request is answered at once.
+                    // The test's Snapshot always has the present clients, so the request `LookAtClients` is answered at once.
                     Request::LookAtClients(reply) => drop(reply.send(Ok(()))),
                     request => drop(others.send(request).await),
                 }

@@ -28,7 +28,7 @@ impl ServiceManager {
         self.socket.set_read_timeout(Some(DEADLINE)).unwrap();
         let length = loop {
             match self.socket.recv(&mut bytes) {
-                // The signal about the end of a child process, for example of another test, has interrupted the call.
+                // SIGCHLD about the end of a child process, for example of another test, has interrupted the call of `recv`.
                 Err(error) if error.kind() == ErrorKind::Interrupted => {}
                 received => break received.expect("a message of the daemon's"),
             }
@@ -37,7 +37,7 @@ impl ServiceManager {
         text.lines().map(str::to_owned).collect()
     }
 
-    /// The next notification of the service. Signs of life for the watchdog are skipped.
+    /// The next notification of the service. The messages WATCHDOG=1, signs of life for the watchdog, are skipped.
     pub(crate) fn next(&mut self) -> String {
         self.until(|message| message != "WATCHDOG=1").pop().unwrap()
     }

@@ -1,4 +1,4 @@
-//! The directories of slices, which containers get as mounts.
+//! Functions for the directories of slices, which containers get as mounts.
 
 use std::fs;
 use std::os::unix::fs::MetadataExt;
@@ -21,8 +21,8 @@ pub(crate) fn inode(path: &Path) -> Option<u64> {
     fs::symlink_metadata(path).map(|found| found.ino()).ok()
 }
 
-/// True if the link in the slice's directory points to the control daemon with its sockets in `control_directory`,
-/// and the slice's directory has no other file.
+/// True if `control` in the slice's directory is a hard link to the socket of the control daemon in `control_directory`, and
+/// the slice's directory has no other file.
 pub(crate) fn leads_to(directory: &Path, control_directory: &Path) -> bool {
     files(directory) == ["control"]
         && inode(&directory.join("control")) == inode(&control_directory.join("control"))

@@ -1,4 +1,4 @@
-//! Snapshots as the service would publish them.
+//! Examples of the Snapshot, the state that the service publishes.
 
 use std::fs;
 use std::path::PathBuf;
@@ -69,7 +69,7 @@ pub(crate) fn p40_board() -> Snapshot {
     serving(vec![tesla_p40("0000:00:06.0", P40)])
 }
 
-/// The Snapshot with a socket for clients, in a directory that is removed when the second value is dropped.
+/// Adds a socket file for clients to the Snapshot, in a directory that is removed when the second returned value is dropped.
 pub(crate) fn with_socket(mut snapshot: Snapshot) -> (Snapshot, TempDir) {
     let directory = tempfile::tempdir().unwrap();
     fs::write(directory.path().join("control"), "").unwrap();
@@ -79,7 +79,7 @@ pub(crate) fn with_socket(mut snapshot: Snapshot) -> (Snapshot, TempDir) {
     (snapshot, directory)
 }
 
-/// The Snapshot of a service that has no plan yet.
+/// The Snapshot of a service that has just started and does not know its GPUs yet.
 pub(crate) fn starting() -> Snapshot {
     Snapshot {
         generation: 0,
