@@ -306,7 +306,7 @@ fn servers_are_named_by_their_gpus() {
     );
 }
 
-/// The D-Bus method RestartServer restarts a server only if it has no clients.
+/// The D-Bus method `RestartServer` restarts a server only if it has no clients.
 #[test]
 fn a_server_is_restarted_between_clients() {
     let mut scene = Neighbours::new();

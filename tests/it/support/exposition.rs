@@ -1,4 +1,4 @@
-//! Metrics in OpenMetrics text, read by the parser of another project.
+//! Metrics in `OpenMetrics` text, read by the parser of another project.
 
 use std::collections::BTreeMap;
 use std::io::Write;

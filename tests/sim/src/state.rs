@@ -323,7 +323,7 @@ impl Gpu {
         processes
     }
 
-    /// True if a process computes on the GPU. In the compute mode Exclusive_Process no second process can compute on
+    /// True if a process computes on the GPU. In the compute mode `Exclusive_Process` no second process can compute on
     /// the GPU.
     pub fn computes(&self) -> bool {
         self.processes().values().any(|(kind, _)| *kind != Kind::Graphics)

@@ -115,7 +115,7 @@ impl fmt::Display for Seen {
     }
 }
 
-/// The name in [`GPUS`] that is equal to this name of a GPU.
+/// The name in `GPUS` that is equal to this name of a GPU.
 pub fn gpu(name: &str) -> &'static str {
     GPUS.into_iter().find(|gpu| *gpu == name).unwrap()
 }
