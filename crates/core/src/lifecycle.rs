@@ -137,7 +137,8 @@ impl<P: Clone + PartialEq> Lifecycle<P> {
         self.written.as_ref()
     }
 
-    /// The GPUs that the control daemon has, and the GPUs of its order that no other control daemon has. A GPU may appear twice.
+    /// The GPUs with which the control daemon runs, and the GPUs that it should get and that no other control daemon has. A GPU may
+    /// appear twice.
     pub(crate) fn gpus<'g>(&'g self, held: &'g HeldGpus) -> impl Iterator<Item = &'g GpuUuid> {
         let running = self.written.iter().flat_map(|run| &run.gpus);
         // The GPUs of the running control daemon are its own, even if the state file still lists an ended control daemon with

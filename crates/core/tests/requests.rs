@@ -117,7 +117,7 @@ fn a_client_without_a_known_slice_is_told_after_the_work_of_the_others() {
         there.host().now >= Duration::from_secs(1),
         "one that is just ending has no environment any more"
     );
-    // The target is a slice of another GPU, on which the process may be a client too.
+    // No client has this slice of the other GPU: the request ends no work, and succeeds.
     assert_eq!(ask(&host(&processes), Target::Slices(vec![slice_of("0b:00.0", 2)])), (Vec::new(), Ok(())));
 }
 

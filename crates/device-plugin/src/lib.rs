@@ -69,8 +69,8 @@ struct Arguments {
     /// The GPU that a container gets a slice of
     #[arg(long, value_enum, default_value_t = Placement::Pack)]
     preferred: Placement,
-    /// Give containers environment, mounts and device nodes, and no CDI devices: for engines that know no CDI, with NVIDIA's
-    /// runtime. Nothing then binds a container to its slice
+    /// Give containers environment variables, mounts and device nodes, but no CDI devices: for container engines without CDI
+    /// that use NVIDIA's runtime. Nothing then binds a container to its slice
     #[arg(long)]
     without_cdi: bool,
     /// The time that the service may be away before its slices are unhealthy

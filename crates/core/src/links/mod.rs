@@ -115,8 +115,8 @@ impl<D: Clone + PartialEq> WantedLinks<D> {
     }
 }
 
-/// The aim for the link in the directory with the name `directory`, which belongs to a slice. `running` is the control daemon,
-/// with its GPUs.
+/// The state that the link in the directory of a slice should have. `directory` is the name of that directory, and `gpus` are the
+/// GPUs of the running control daemon.
 fn target<D: Clone + PartialEq>(
     directory: &str,
     wanted: Option<&WantedLinks<D>>,
