@@ -7,7 +7,7 @@ export ARCH
 # Each target uses all cores by itself, and installs and fetches what the next ones need.
 .NOTPARALLEL:
 
-.PHONY: help build install deb rpm packages dist check-dist fetch test check demo model mutants soak bench cluster
+.PHONY: help build install deb rpm packages dist check-dist fetch test test-arm64 check demo model mutants soak bench cluster
 
 help: ## this list
 	@sed -n 's/^\([a-z0-9-]*\):.*## \(.*\)/make \1\t\2/p' $(firstword $(MAKEFILE_LIST)) | expand -t 16
@@ -75,6 +75,9 @@ ready-to-test: $(PACKAGES_TO_TEST)
 
 test: ready-to-test ## every test, also against the real MPS control daemons 535, 550 and 555 and, as root, of the packages in a booted systemd (no GPU needed); what was skipped is named in the end; STRESS=2 for two busy loops on each core beside them
 	scripts/test.py
+
+test-arm64: ready-to-test ## as root: many of the tests on simulated hosts with programs for aarch64 in an emulator, and what make test does with them
+	cargo test --locked --workspace --test it -- --include-ignored arm64::
 
 check: ## format, lints, links of the documentation, licences and sources of the dependencies
 	scripts/deps.sh

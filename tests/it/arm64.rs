@@ -11,7 +11,7 @@ use crate::support::host::{EMULATED, alive, text};
 use crate::support::skip::{root_or_skip, skip};
 use crate::support::wait::wait_for;
 
-/// The tests on simulated hosts that run a second time, with programs for aarch64.
+/// The tests on simulated hosts that are run again with programs for aarch64. `make test-arm64` runs more of them.
 const AGAIN: [&str; 5] = [
     "serving::the_h200_is_ready_when_its_server_has_its_limits",
     "reload::more_slices",
@@ -231,6 +231,28 @@ fn tests_hold_with_programs_for_aarch64() {
         return;
     }
     again(&AGAIN);
+}
+
+/// Parts of the names of the tests that `make test-arm64` runs again.
+const MORE: [&str; 4] = ["serving::", "first_steps::", "drain::", "real_control_daemons::"];
+
+/// The tests among them that the emulator fails, with the reason.
+const NOT_IN_THE_EMULATOR: [(&str, &str); 2] = [
+    ("serving::clients_are_listed_with_their_slices", "the program of every process is the emulator"),
+    (
+        "serving::a_front_end_that_fails_says_nothing_of_the_control_daemon",
+        "a program that can't be executed ends with status 127, since vfork is a fork",
+    ),
+];
+
+#[test]
+#[ignore = "takes minutes: make test-arm64"]
+fn more_tests_hold_with_programs_for_aarch64() {
+    if !can_run("more programs for aarch64") {
+        return;
+    }
+    let skipped = NOT_IN_THE_EMULATOR.iter().flat_map(|(test, _)| ["--skip", test]);
+    again(&MORE.into_iter().chain(skipped).collect::<Vec<_>>());
 }
 
 /// Runs tests of this program, with programs for aarch64 in the place of those under test.
