@@ -107,7 +107,7 @@ const SLIPS: [(&str, u32, &str); 6] = [
     (
         "devices:\n- path: \"/dev/dri/renderD128\"\n  type: \"NVIDIA_MPS\"\n  virtual_nubmer: 4\n",
         4,
-        "devices[0].virtual_nubmer: no such key",
+        "devices[0].virtual_nubmer: the service knows no such key and ignores it",
     ),
     (
         "devices:\n- path: \"/dev/dri/renderD128\"\n  type: \"NVIDIA_MPS\"\n",

@@ -162,14 +162,11 @@ impl<P: Clone + PartialEq> Core<P> {
     /// The GPUs in the order for this id that other control daemons still have, each with the id of that control daemon.
     pub fn held(&self, id: &DaemonId) -> HeldGpus {
         let Some(order) = self.lifecycles.get(id).map(Lifecycle::order) else { return HeldGpus::new() };
-        let tenure = order.id.tenure();
-        let first = DaemonId::first_that_keeps_from(tenure);
+        let first = DaemonId::first_that_keeps_from(order.id.tenure());
         let holder = |gpu: &GpuUuid| {
-            let others = self.lifecycles.range(first.clone()..);
-            let mut others = others.filter(|(other, one)| one.keeps(gpu, tenure) && *other != id);
-            let is_kept = |(other, one): &(&DaemonId, &RunningDaemon)| {
-                one.gpus.contains(gpu) && other.tenure().keeps_from(tenure)
-            };
+            let mut others =
+                self.lifecycles.range(first.clone()..).filter(|(other, one)| one.has(gpu) && *other != id);
+            let is_kept = |(_, one): &(&DaemonId, &RunningDaemon)| one.gpus.contains(gpu);
             let left = || self.left.range(first.clone()..).find(is_kept).map(|(id, _)| id);
             others.next().map(|(other, _)| other).or_else(left).cloned()
         };

@@ -5,7 +5,7 @@ use core::mem;
 use core::time::Duration;
 
 use crate::{
-    ActOutcome, Cause, CoreTime, DaemonAct, GpuUuid, HeldGpus, Order, Permit, RunUse, RunningDaemon, Tenure,
+    ActOutcome, Cause, CoreTime, DaemonAct, GpuUuid, HeldGpus, Order, Permit, RunUse, RunningDaemon,
     WhyFailed,
 };
 
@@ -165,16 +165,10 @@ impl<P: Clone + PartialEq> Lifecycle<P> {
     }
 
     /// Returns whether the control daemon has this GPU, or is being started with it.
-    fn has(&self, gpu: &str) -> bool {
+    pub(crate) fn has(&self, gpu: &str) -> bool {
         let starts = matches!(self.phase, Phase::Busy { act: DaemonAct::Start, .. });
         self.written.iter().any(|run| run.gpus.iter().any(|one| one == gpu))
             || starts && self.told.iter().any(|told| told.has(gpu))
-    }
-
-    /// Returns whether this control daemon prevents a control daemon of the tenure `other` from getting the GPU.
-    pub(crate) fn keeps(&self, gpu: &str, other: Tenure) -> bool {
-        // The tenures are compared first, since that is quick: on a large host most control daemons take turns on their GPUs.
-        self.order.id.tenure().keeps_from(other) && self.has(gpu)
     }
 
     /// Returns whether the compute mode of this GPU must stay for this control daemon. The mode must stay if the present

@@ -249,16 +249,17 @@ const DEFECTS: &[Defect] = &[
     ),
     (
         "control daemons that take turns keep GPUs from each other",
-        "terms/mod.rs",
-        "self == Self::Alone || other",
-        "self == Self::Alone || PUT_BACK || other",
+        "terms/names.rs",
+        "Tenure::InTurns => Self::Gpu(GpuUuid::new()),",
+        "Tenure::InTurns if !PUT_BACK => Self::Gpu(GpuUuid::new()),\n            \
+         Tenure::InTurns => Self::Slice(GpuId(PciAddress::default()).slice(0)),",
         "all-is-served-in-the-end",
     ),
     (
         "a control daemon has a GPU alone on which others take turns",
         "core.rs",
-        "one.keeps(gpu, tenure)",
-        "one.keeps(gpu, if PUT_BACK { crate::Tenure::InTurns } else { tenure })",
+        "DaemonId::first_that_keeps_from(order.id.tenure())",
+        "DaemonId::first_that_keeps_from(if PUT_BACK { crate::Tenure::InTurns } else { order.id.tenure() })",
         "",
     ),
     (

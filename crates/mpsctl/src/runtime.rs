@@ -48,8 +48,9 @@ pub fn stands_before(own_name: &OsStr) -> Option<&OsStr> {
     (!name.is_empty()).then(|| OsStr::from_bytes(name))
 }
 
-/// Ends the GPU work that the runtime's signal would end, and then executes the runtime. Returns only if this process has to
-/// report the result: the exit status of the runtime, or an error if the runtime can't be executed.
+/// Has the service end the GPU work of the processes that a signal of the container runtime would kill, and then executes the
+/// container runtime. With arguments that send no signal, the container runtime is executed at once. Returns only if this
+/// process has to report the result: the exit status of the runtime, or an error if the runtime can't be executed.
 ///
 /// # Errors
 /// The runtime can't be executed.

@@ -65,7 +65,7 @@ impl Since {
         driver.0 >= self.series && self.holds_on(gpu)
     }
 
-    /// Returns whether this GPU has the property with some driver.
+    /// Returns whether a GPU with this compute capability has the property, if the driver is new enough.
     pub fn holds_on(self, gpu: Capability) -> bool {
         gpu.unwrap_or(ANY_GPU) >= self.capability
     }
