@@ -1,7 +1,7 @@
 #!/bin/bash
 # Fetches what programs for aarch64 need to run on this machine, into DIR (.cache/arm64 unless given): an emulator,
-# DIR/qemu-aarch64, and the files of a Debian for arm64, DIR/root. Nothing is installed: tests/arm64/run.sh runs programs there.
-# No maintainer script of these packages has run, so it is a Debian whose services nobody has set up.
+# DIR/qemu-aarch64, and the files of a Debian for arm64, DIR/root. Nothing is installed: tests/arm64/emulated.sh runs programs there.
+# No maintainer script of these packages has run, so the services of this Debian are not set up.
 set -euo pipefail
 umask 022
 cd "$(dirname "$0")/.."

@@ -71,7 +71,8 @@ fn deb() -> PathBuf {
         .filter(|path| path.file_name().unwrap().to_string_lossy().starts_with("yunion-mps-daemon_"))
         .collect();
     let [deb] = &found[..] else {
-        panic!("not one deb of the service in {}: {found:?}", directory.display())
+        let made_by = if release { "make deb ARCH=arm64" } else { "scripts/arm64-under-test.sh" };
+        panic!("not one deb of the service in {}: {found:?}; {made_by} makes it", directory.display())
     };
     deb.clone()
 }
