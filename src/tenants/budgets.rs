@@ -28,9 +28,8 @@ use common::host::xid::CriticalError;
 use common::plan::GpuPlan;
 use common::published::usage::InUse;
 use mps_core::CoreTime;
-use mps_core::tenants::budget::Budget;
 use mps_core::tenants::{
-    BudgetWatch, Enforced, Enforcer, Look, MemberShell, OverBudget, OveruseNews, SliceBudgets, Victim,
+    BudgetWatch, Enforcer, Look, OverBudget, OveruseNews, SliceBudgets, Victim, VictimState,
 };
 
 /// The age up to which the last look at a GPU is new enough for a caller: all callers within this time cause only one look.
@@ -60,12 +59,8 @@ impl GpuBudget {
         if !plan.clients_counted {
             return None;
         }
-        let budgets = plan
-            .sizes
-            .iter()
-            .map(|size| Budget { memory_mib: size.memory_mib, max_clients: size.max_clients });
         let terminate = on_overuse == OnOveruse::Terminate;
-        let budgets = SliceBudgets { budgets: budgets.collect(), terminate };
+        let budgets = SliceBudgets { budgets: plan.sizes.clone(), terminate };
         Some((plan.gpu.uuid()?.to_owned(), Self { gpu: plan.gpu.id(), budgets }))
     }
 
@@ -355,8 +350,8 @@ impl GpuWatch {
         // separate task ends clients, the looks at the GPU go on.
         tokio::spawn(async move {
             let mut shell = EndingShell::new(daemons(), begun, ());
-            let Enforced { victims, broken_off } =
-                enforcer.enforce(&mut shell, || over.borrow().clone()).await;
+            let (victims, broken_off) =
+                enforcer.enforce(&mut shell, || over.borrow().clone(), identity::runs).await;
             if let Some(reason) = broken_off {
                 tracing::debug!("the service stops ending work for budgets now: {reason}");
             }
@@ -371,25 +366,17 @@ impl GpuWatch {
             attempted.map_or_else(Default::default, |(enforcer, victims)| (enforcer, Some(victims)));
         self.enforcer = enforcer;
         for news in self.watch.has_attempted(victims, self.begun.elapsed()) {
-            let (clients, are_counted) = news.clients();
-            let mut clients = clients.iter().map(|process| self.owner(*process));
-            let who = if are_counted { describe(clients) } else { clients.next().map(|one| one.to_string()) };
+            let mut clients = news.clients.iter().map(|process| self.owner(*process));
+            let who = match news.state {
+                VictimState::Ended => describe(clients),
+                VictimState::Stays(_) | VictimState::Unknown(_) => clients.next().map(|one| one.to_string()),
+            };
             if let Some(who) = who {
                 let device = self.gpu.name(news.slice);
                 let text = news.text(&device, &who);
                 self.send(LoopEvent::CutBack(device, text)).await;
             }
         }
-    }
-}
-
-impl MemberShell for EndingShell {
-    fn process(&self, held: &Held) -> ProcessId {
-        held.identity()
-    }
-
-    fn runs(&self, process: ProcessId) -> bool {
-        identity::runs(process)
     }
 }
 

@@ -535,8 +535,8 @@ const DEFECTS: &[Defect] = &[
     (
         "whoever was there before the service or the smaller budget is ended for it",
         "tenants/watch.rs",
-        "self.spared.has(member.process)",
-        "!PUT_BACK && self.spared.has(member.process)",
+        "self.spared.contains(&member.process)",
+        "!PUT_BACK && self.spared.contains(&member.process)",
         "work-is-safe",
     ),
     (
@@ -577,8 +577,8 @@ const DEFECTS: &[Defect] = &[
     (
         "a client that was ended counts for the budget, and another is ended",
         "tenants/enforce.rs",
-        "!self.has_ended(shell, pid, servers)",
-        "PUT_BACK || !self.has_ended(shell, pid, servers)",
+        "!self.has_ended(shell, pid, listed)",
+        "(PUT_BACK || !self.has_ended(shell, pid, listed))",
         "work-is-safe",
     ),
     (

@@ -10,7 +10,7 @@ use std::time::Duration;
 use core_world::overuse::{Overuse, SLICE};
 use core_world::story::SERVER;
 use mps_core::mps::ServerStatus;
-use mps_core::tenants::{Enforced, VictimState};
+use mps_core::tenants::{Victim, VictimState};
 
 /// Lets this time pass, and has the service look at the clients again.
 fn later(story: &mut Overuse, seconds: u64) {
@@ -18,8 +18,8 @@ fn later(story: &mut Overuse, seconds: u64) {
     story.list_members();
 }
 
-fn states(enforced: &Enforced) -> Vec<(u32, VictimState)> {
-    enforced.victims.iter().map(|victim| (victim.process.pid, victim.state.clone())).collect()
+fn states(victims: &[Victim]) -> Vec<(u32, VictimState)> {
+    victims.iter().map(|victim| (victim.process.pid, victim.state.clone())).collect()
 }
 
 fn tried(story: &mut Overuse) -> Vec<u32> {
@@ -29,10 +29,10 @@ fn tried(story: &mut Overuse) -> Vec<u32> {
 #[test]
 fn the_newest_go_until_the_rest_fits() {
     let mut story = Overuse::with_clients(4);
-    let (asked, enforced) = story.attempt();
+    let (asked, victims, broken_off) = story.attempt();
     assert_eq!(asked, [4, 3]);
-    assert_eq!(states(&enforced), [(4, VictimState::Ended), (3, VictimState::Ended)]);
-    assert_eq!((enforced.victims[0].slice, enforced.broken_off), (SLICE, None));
+    assert_eq!(states(&victims), [(4, VictimState::Ended), (3, VictimState::Ended)]);
+    assert_eq!((victims[0].slice, broken_off), (SLICE, None));
     // Clients whose work was ended stay in the control daemon's list until their next call to CUDA. A client whose work was
     // ended does not count for the budget any more.
     later(&mut story, 5);
@@ -47,10 +47,10 @@ fn the_newest_go_until_the_rest_fits() {
 fn one_that_cannot_be_ended_is_left_alone_longer_each_time_and_the_next_newest_goes() {
     let mut story = Overuse::with_clients(3);
     story.host().is_held(3);
-    let (asked, enforced) = story.attempt();
+    let (asked, victims, _) = story.attempt();
     assert_eq!(asked, [2], "the rest fits without it");
     let stays = VictimState::Stays("it stays stopped".to_owned());
-    assert_eq!(states(&enforced), [(3, stays.clone()), (2, VictimState::Ended)]);
+    assert_eq!(states(&victims), [(3, stays.clone()), (2, VictimState::Ended)]);
     // A new client comes and is ended. After 1 s, and then after 2 s, the service tries again to end the client that
     // a debugger holds.
     story.host().member(4, 40, 4);
@@ -87,10 +87,10 @@ fn one_that_cannot_be_ended_is_left_alone_as_long_though_a_control_daemon_says_n
 fn one_that_may_have_lost_its_work_is_settled_before_anybody_else_is_touched() {
     let mut story = Overuse::with_clients(3);
     story.host().stage.lost_answers = 1;
-    let (asked, enforced) = story.attempt();
+    let (asked, victims, broken_off) = story.attempt();
     assert_eq!(asked, [3]);
-    assert_eq!(states(&enforced), [(3, VictimState::Unknown("an answer got lost".to_owned()))]);
-    assert_eq!(enforced.broken_off.as_deref(), Some("an answer got lost"));
+    assert_eq!(states(&victims), [(3, VictimState::Unknown("an answer got lost".to_owned()))]);
+    assert_eq!(broken_off.as_deref(), Some("an answer got lost"));
     // A newer client comes. The service ends the newer client only after it has tried again to end the client about
     // which the control daemon's answer got lost.
     story.host().member(4, 40, 4);
@@ -106,9 +106,9 @@ fn one_that_may_have_lost_its_work_is_settled_before_anybody_else_is_touched() {
 fn nobody_is_touched_while_the_server_handles_a_fault() {
     let mut story = Overuse::with_clients(3);
     story.host().is_status(SERVER, ServerStatus::Fault);
-    let (asked, enforced) = story.attempt();
-    assert_eq!((asked, enforced.victims.len()), (vec![], 0));
-    assert_eq!(enforced.broken_off.as_deref(), Some("server 200 handles a fault"));
+    let (asked, victims, broken_off) = story.attempt();
+    assert_eq!((asked, victims.len()), (vec![], 0));
+    assert_eq!(broken_off.as_deref(), Some("server 200 handles a fault"));
     story.host().is_status(SERVER, ServerStatus::Active);
     assert_eq!(story.attempt().0, [3]);
 }
@@ -130,9 +130,9 @@ fn another_process_with_the_pid_of_a_client_is_left_alone() {
 fn one_that_the_control_daemon_does_not_know_has_gone() {
     let mut story = Overuse::with_clients(4);
     story.host().during("end the work", |host| host.only_stay(&[1, 2, 3]));
-    let (asked, enforced) = story.attempt();
+    let (asked, victims, _) = story.attempt();
     assert_eq!(asked, [4, 3]);
-    assert_eq!(states(&enforced), [(3, VictimState::Ended)]);
+    assert_eq!(states(&victims), [(3, VictimState::Ended)]);
 }
 
 #[test]
@@ -160,6 +160,6 @@ fn an_old_list_ends_nobody() {
 fn one_that_ends_while_it_is_continued_has_gone() {
     let mut story = Overuse::with_clients(4);
     story.host().during("go on", |host| host.only_stay(&[1, 2, 3]));
-    let (asked, enforced) = story.attempt();
-    assert_eq!((asked, states(&enforced)), (vec![3], vec![(3, VictimState::Ended)]));
+    let (asked, victims, _) = story.attempt();
+    assert_eq!((asked, states(&victims)), (vec![3], vec![(3, VictimState::Ended)]));
 }

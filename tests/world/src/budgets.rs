@@ -7,9 +7,9 @@ use std::sync::{Arc, Mutex, MutexGuard};
 use std::task::{Context, Poll, Waker};
 use std::time::Duration;
 
-use mps_core::tenants::budget::{Budget, Member};
-use mps_core::tenants::{BudgetWatch, Enforced, Enforcer, OverBudget, SliceBudgets};
-use mps_core::terms::ProcessId;
+use mps_core::tenants::budget::Member;
+use mps_core::tenants::{BudgetWatch, Enforcer, OverBudget, SliceBudgets, Victim};
+use mps_core::terms::{ProcessId, SliceSize};
 
 use super::bindings::{group_of, seen};
 use super::enforcing::{Facts, SimEnforcement, SimHeld};
@@ -68,8 +68,8 @@ const SHARE: Duration = Duration::from_millis(250);
 type SimEnforcer = Enforcer<SimHeld>;
 
 /// A running attempt of the service to end clients of slices that exceed their budgets. The attempt returns its
-/// enforcer and its result.
-type SimAttempt = Pin<Box<dyn Future<Output = (SimEnforcer, Enforced)>>>;
+/// enforcer and the clients that it has tried to end.
+type SimAttempt = Pin<Box<dyn Future<Output = (SimEnforcer, Vec<Victim>)>>>;
 
 /// The service's watch over the budgets of one GPU.
 pub(crate) struct SimWatch {
@@ -97,9 +97,10 @@ impl SimWatch {
 /// The budgets of a GPU's slices by an order with this payload. `may_terminate` is true if the service may end
 /// clients for a budget.
 pub(crate) fn budgets_of(payload: u32, may_terminate: bool) -> SliceBudgets {
-    let budget = |slice: u32| Budget {
+    let budget = |slice: u32| SliceSize {
         memory_mib: size_of(payload, slice),
         max_clients: 1 + (payload + 1 + slice * (payload % 2)) % 3,
+        ..SliceSize::default()
     };
     SliceBudgets {
         budgets: (0..u32::try_from(SLICES).unwrap()).map(budget).collect(),
@@ -230,8 +231,10 @@ impl World {
             let mut shell = SimEnforcement { daemons, facts: Arc::clone(&watched.facts) };
             let over = Arc::clone(&watched.over);
             watched.attempt = Some(Box::pin(async move {
-                let enforced = enforcer.enforce(&mut shell, || over.lock().unwrap().clone()).await;
-                (enforcer, enforced)
+                let host = shell.clone();
+                let over = || over.lock().unwrap().clone();
+                let (victims, _) = enforcer.enforce(&mut shell, over, |process| host.runs(process)).await;
+                (enforcer, victims)
             }));
         }
         self.add_to_story(|| format!("look at the clients of {gpu}: {found:?} {story:?} {attempts}"));
@@ -245,14 +248,13 @@ impl World {
         };
         watched.facts().now = now;
         let Some(attempt) = &mut watched.attempt else { return };
-        let Poll::Ready((enforcer, enforced)) =
-            attempt.as_mut().poll(&mut Context::from_waker(Waker::noop()))
+        let Poll::Ready((enforcer, victims)) = attempt.as_mut().poll(&mut Context::from_waker(Waker::noop()))
         else {
             return;
         };
         (watched.enforcer, watched.attempt) = (enforcer, None);
-        watched.watch.has_attempted(Some(enforced.victims.clone()), now);
-        self.add_to_story(|| format!("attempt on {gpu}: {enforced:?}"));
+        watched.watch.has_attempted(Some(victims.clone()), now);
+        self.add_to_story(|| format!("attempt on {gpu}: {victims:?}"));
         self.bury();
     }
 

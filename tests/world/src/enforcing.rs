@@ -9,8 +9,7 @@ use std::time::Duration;
 
 use mps_core::mps::ServerStatus;
 use mps_core::tenants::{
-    ClientShell, Connections, DaemonClients, ListedClient, MemberShell, SliceBudgets, TerminateAnswer,
-    UnknownClients,
+    ClientShell, Connections, DaemonClients, ListedClient, SliceBudgets, TerminateAnswer, UnknownClients,
 };
 use mps_core::terms::ProcessId;
 use mps_core::{Cause, CoreTime, Permit};
@@ -182,6 +181,7 @@ pub(crate) struct SimHeld {
 }
 
 /// The control daemons through which the service ends clients for a budget.
+#[derive(Clone)]
 pub(crate) struct SimEnforcement {
     pub(crate) daemons: Vec<Arc<Mutex<Mps>>>,
     pub(crate) facts: Arc<Mutex<Facts>>,
@@ -194,6 +194,17 @@ fn lock(mps: &Mutex<Mps>) -> MutexGuard<'_, Mps> {
 impl SimEnforcement {
     fn facts(&self) -> MutexGuard<'_, Facts> {
         self.facts.lock().unwrap()
+    }
+
+    /// Returns whether this process still runs. A later process with the same PID does not count.
+    pub(crate) fn runs(&self, process: ProcessId) -> bool {
+        let runs = self.daemons.iter().any(|daemon| {
+            lock(daemon).clients.get(&process.pid).is_some_and(|one| one.program.process == process)
+        });
+        if !runs {
+            self.facts().listed.remove(&process);
+        }
+        runs
     }
 
     async fn wait_until(&self, until: Duration) {
@@ -359,21 +370,5 @@ impl ClientShell for SimEnforcement {
         facts.ended.insert(client, connection);
         facts.in_doubt.remove(&client);
         Ok(TerminateAnswer::Done)
-    }
-}
-
-impl MemberShell for SimEnforcement {
-    fn process(&self, held: &SimHeld) -> ProcessId {
-        held.process
-    }
-
-    fn runs(&self, process: ProcessId) -> bool {
-        let runs = self.daemons.iter().any(|daemon| {
-            lock(daemon).clients.get(&process.pid).is_some_and(|one| one.program.process == process)
-        });
-        if !runs {
-            self.facts().listed.remove(&process);
-        }
-        runs
     }
 }

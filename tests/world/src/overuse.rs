@@ -5,8 +5,9 @@ use std::sync::{Arc, Mutex, MutexGuard};
 use std::task::{Context, Poll, Waker};
 use std::time::Duration;
 
-use mps_core::tenants::budget::{Budget, may_cut_back};
-use mps_core::tenants::{Enforced, Enforcer, OverBudget, SliceBudgets};
+use mps_core::tenants::budget::may_cut_back;
+use mps_core::tenants::{Enforcer, OverBudget, SliceBudgets, Victim};
+use mps_core::terms::SliceSize;
 
 use super::budgets::Program;
 use super::enforcing::{Facts, SimEnforcement, SimHeld};
@@ -17,7 +18,7 @@ use super::story::{SERVER, Story};
 pub const SLICE: u32 = 1;
 
 /// The budget of the slice: two clients of any memory.
-const BUDGET: Budget = Budget { memory_mib: 100_000, max_clients: 2 };
+const BUDGET: SliceSize = SliceSize { memory_mib: 100_000, thread_percentage: 50, max_clients: 2 };
 
 /// A slice with clients. The slice's budget allows two clients.
 pub struct Overuse {
@@ -94,8 +95,8 @@ impl Overuse {
     }
 
     /// The service makes one attempt to end clients of the slice. Returns the PIDs of the clients that the service has
-    /// asked a control daemon to end, and the outcome of the attempt.
-    pub fn attempt(&mut self) -> (Vec<u32>, Enforced) {
+    /// asked a control daemon to end, the clients that it has tried to end, and the reason why the attempt was broken off.
+    pub fn attempt(&mut self) -> (Vec<u32>, Vec<Victim>, Option<String>) {
         self.facts().are_seen(&self.members, self.looked_at);
         let over = || {
             vec![OverBudget {
@@ -106,9 +107,10 @@ impl Overuse {
                 may_end: may_cut_back::<usize>(&[]).unwrap(),
             }]
         };
-        let enforced = {
-            let facts = Arc::clone(&self.shell.facts);
-            let mut attempt = pin!(self.enforcer.enforce(&mut self.shell, over));
+        let (victims, broken_off) = {
+            let (facts, host) = (Arc::clone(&self.shell.facts), self.shell.clone());
+            let mut attempt =
+                pin!(self.enforcer.enforce(&mut self.shell, over, |process| host.runs(process)));
             loop {
                 if let Poll::Ready(enforced) = attempt.as_mut().poll(&mut Context::from_waker(Waker::noop()))
                 {
@@ -120,7 +122,7 @@ impl Overuse {
         };
         let calls = std::mem::take(&mut self.host().stage.calls);
         let asked = calls.iter().filter_map(|(_, call)| call.strip_prefix("end the work of ")?.parse().ok());
-        (asked.collect(), enforced)
+        (asked.collect(), victims, broken_off)
     }
 
     fn facts(&self) -> MutexGuard<'_, Facts> {

@@ -1,5 +1,5 @@
-//! The budget of a slice: the limits for the memory and the number of all its clients together, and the choice of the clients
-//! that lose their work if the slice exceeds its budget. The driver limits only the memory of single processes.
+//! The budget of a slice: the memory and the number of clients in its size limit all its clients together. This file chooses the
+//! clients that lose their work if the slice exceeds its budget. The driver limits only the memory of single processes.
 
 use alloc::collections::BTreeSet;
 use alloc::format;
@@ -7,7 +7,7 @@ use alloc::string::String;
 use alloc::vec::Vec;
 
 use crate::serve::clients_counted;
-use crate::terms::ProcessId;
+use crate::terms::{ProcessId, SliceSize};
 use crate::{Cause, Permit};
 
 /// The memory and the number of some clients together.
@@ -28,15 +28,6 @@ impl InUse {
             memory_mib: all.memory_mib.and_then(|memory| memory.checked_add(memory_mib?)),
         })
     }
-}
-
-/// The limits for the clients of a slice together.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Budget {
-    /// The most memory of all clients together, in MiB.
-    pub memory_mib: u64,
-    /// The largest number of clients.
-    pub max_clients: u32,
 }
 
 /// A part of a budget that clients can exceed.
@@ -79,7 +70,7 @@ pub fn in_use<'m, T: 'm>(members: impl IntoIterator<Item = &'m Member<T>>) -> In
 }
 
 /// The parts of the budget that this use exceeds. Unknown memory never exceeds a budget.
-pub fn exceeded(budget: Budget, all: InUse) -> BTreeSet<Part> {
+pub fn exceeded(budget: SliceSize, all: InUse) -> BTreeSet<Part> {
     let memory = all.memory_mib.is_some_and(|memory| memory > budget.memory_mib);
     let parts = [(Part::Memory, memory), (Part::Clients, all.clients > budget.max_clients)];
     parts.into_iter().filter_map(|(part, exceeded)| exceeded.then_some(part)).collect()
@@ -108,7 +99,7 @@ pub fn may_cut_back<T: PartialEq>(members: &[Member<T>]) -> Result<Permit, Strin
 /// ended. The newest member comes first, unless another member may have lost its work already: no other member loses work
 /// until it is clear if that member has work left. The oldest member always fits, since the driver limits a single process.
 pub fn next_victim<T>(
-    budget: Budget,
+    budget: SliceSize,
     members: &[Member<T>],
     may_have_lost: impl Fn(ProcessId) -> bool,
 ) -> Option<ProcessId> {
@@ -122,7 +113,7 @@ pub fn next_victim<T>(
 }
 
 /// The exceeded parts of a budget, in words. The text stays the same while clients come and go.
-pub fn describe(budget: Budget, exceeded: &BTreeSet<Part>) -> String {
+pub fn describe(budget: SliceSize, exceeded: &BTreeSet<Part>) -> String {
     let word = |part: &Part| match part {
         Part::Memory => {
             format!(
@@ -151,7 +142,7 @@ mod tests {
 
     type Member = super::Member<Tenant>;
 
-    const BUDGET: Budget = Budget { memory_mib: 100, max_clients: 2 };
+    const BUDGET: SliceSize = SliceSize { memory_mib: 100, thread_percentage: 50, max_clients: 2 };
 
     fn member(pid: u32, start_time: u64, memory_mib: u64) -> Member {
         Member {
@@ -190,7 +181,7 @@ mod tests {
     }
 
     /// The members that lose their work, in the order in which they lose it.
-    fn victims(budget: Budget, members: &[Member]) -> Vec<ProcessId> {
+    fn victims(budget: SliceSize, members: &[Member]) -> Vec<ProcessId> {
         let (mut rest, mut gone) = (members.to_vec(), Vec::new());
         while let Some(next) = next_victim(budget, &rest, |_| false) {
             rest.retain(|member| member.process != next);
@@ -252,7 +243,7 @@ mod tests {
             "the clients of the slice hold more than its 100 MiB together; the slice has more than 2 clients"
         );
         assert_eq!(describe(BUDGET, &BTreeSet::new()), "");
-        let one = Budget { max_clients: 1, ..BUDGET };
+        let one = SliceSize { max_clients: 1, ..BUDGET };
         assert_eq!(describe(one, &BTreeSet::from([Part::Clients])), "the slice has more than 1 client");
     }
 
@@ -276,7 +267,7 @@ mod tests {
             for (pid, member) in (1..).zip(&mut members) {
                 member.process.pid = pid;
             }
-            let budget = Budget { memory_mib, max_clients };
+            let budget = SliceSize { memory_mib, max_clients, ..BUDGET };
             let gone = victims(budget, &members);
             let of = |process: &ProcessId| members.iter().find(|member| member.process == *process).unwrap();
             let rest_without = |gone: &[ProcessId]| -> Vec<Member> {

@@ -11,8 +11,7 @@
 //! | `end_client.rs` | the end of one client's work |
 //! | `budget.rs` | the budget of a slice, and which client loses its work next |
 //! | `watch.rs` | the watch over the budgets of a GPU's slices: the messages, and the clients that may be ended at the moment |
-//! | `spared.rs` | the clients that never lose their work for a budget |
-//! | `overuse.rs` | how long overuse is shown |
+//! | `overuse.rs` | how long overuse is shown, and how often a tenant starts ended clients again |
 //! | `enforce.rs` | ends clients for a budget |
 //! | `termination_shell.rs` | all further questions and acts for a request |
 //! | `target.rs` | which clients a request means |
@@ -25,7 +24,6 @@ mod client_shell;
 mod end_client;
 mod enforce;
 mod overuse;
-mod spared;
 mod stop;
 mod target;
 mod terminate;
@@ -38,7 +36,7 @@ pub use client_shell::{
     known_clients,
 };
 pub use end_client::{ClientEnd, end_client};
-pub use enforce::{Enforced, Enforcer, MemberShell};
+pub use enforce::Enforcer;
 pub use stop::{Reception, Stop};
 pub use target::Target;
 pub use terminate::Termination;

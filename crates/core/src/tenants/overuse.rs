@@ -13,44 +13,44 @@ use crate::{CoreTime, Rate, RateLimit};
 const CALM: Duration = Duration::from_secs(3);
 
 /// The limit for the rate of messages of one kind about one slice.
-pub(super) const MESSAGES: Rate = Rate { most: 4, more: 1, period: Duration::from_secs(60) };
+const MESSAGES: Rate = Rate { most: 4, more: 1, period: Duration::from_secs(60) };
 
 /// If work of a slice was ended this number of times within [`MINUTE`], a tenant starts clients again and again.
 const TIMES: usize = 3;
 const MINUTE: Duration = Duration::from_secs(60);
 
-/// The times of the last attempts that have ended work of a slice. A tenant who starts a client again after each attempt uses
-/// more than the budget until the next look. If a tenant starts clients again and again, the service looks at the slice as
-/// soon as a client comes.
-#[derive(Debug, Default)]
-pub(super) struct Endings([Option<CoreTime>; TIMES]);
+/// The overuse of a slice as it is shown, and the ends of clients' work for it.
+#[derive(Debug)]
+pub(super) struct SliceOveruse {
+    /// The parts of the budget that are shown as exceeded. None if the part is exceeded at this moment; otherwise the time
+    /// since which the slice fits again.
+    parts: BTreeMap<Part, Option<CoreTime>>,
+    rate_limit: RateLimit,
+    /// The limit for messages about ended clients.
+    pub(super) endings_told: RateLimit,
+    /// The times of the last attempts that have ended work of the slice. A tenant who starts a client again after each attempt
+    /// uses more than the budget until the next look. If a tenant starts clients again and again, the service looks at the
+    /// slice as soon as a client comes.
+    endings: [Option<CoreTime>; TIMES],
+}
 
-impl Endings {
-    pub(super) fn note(&mut self, now: CoreTime) {
-        self.0.rotate_right(1);
-        if let Some(last) = self.0.first_mut() {
+impl SliceOveruse {
+    pub(super) fn new() -> Self {
+        let (rate_limit, endings_told) = (RateLimit::new(MESSAGES), RateLimit::new(MESSAGES));
+        Self { parts: BTreeMap::new(), rate_limit, endings_told, endings: [None; TIMES] }
+    }
+
+    /// Records that an attempt has ended work of the slice.
+    pub(super) fn note_ending(&mut self, now: CoreTime) {
+        self.endings.rotate_right(1);
+        if let Some(last) = self.endings.first_mut() {
             *last = Some(now);
         }
     }
 
     /// Returns true if a tenant starts the slice's clients again and again after each end of their work.
-    pub(super) fn are_many(&self, now: CoreTime) -> bool {
-        self.0.iter().all(|ended| ended.is_some_and(|ended| now < ended + MINUTE))
-    }
-}
-
-/// The overuse of a slice, as it is shown.
-#[derive(Debug)]
-pub(super) struct ShownOveruse {
-    /// The parts of the budget that are shown as exceeded. None if the part is exceeded at this moment; otherwise the time
-    /// since which the slice fits again.
-    parts: BTreeMap<Part, Option<CoreTime>>,
-    rate_limit: RateLimit,
-}
-
-impl ShownOveruse {
-    pub(super) fn new() -> Self {
-        Self { parts: BTreeMap::new(), rate_limit: RateLimit::new(MESSAGES) }
+    pub(super) fn starts_over(&self, now: CoreTime) -> bool {
+        self.endings.iter().all(|ended| ended.is_some_and(|ended| now < ended + MINUTE))
     }
 
     /// The parts of the budget that are shown as exceeded.
@@ -97,7 +97,7 @@ mod tests {
     #[test]
     fn overuse_is_shown_at_once_and_taken_back_after_a_while() {
         let start = CoreTime::ZERO;
-        let mut shown = ShownOveruse::new();
+        let mut shown = SliceOveruse::new();
         assert!(!shown.observe(&parts(&[]), start) && shown.next_check(start).is_none());
         assert!(shown.observe(&parts(&[Part::Memory]), start));
         assert!(!shown.observe(&parts(&[Part::Memory]), start + SECOND), "no news");
@@ -117,22 +117,22 @@ mod tests {
 
     #[test]
     fn three_endings_in_a_minute_are_many() {
-        let mut endings = Endings::default();
+        let mut slice = SliceOveruse::new();
         let at = |second: u32| CoreTime::ZERO + second * SECOND;
         for (second, many) in
             [(0, false), (30, false), (59, true), (61, true), (125, false), (130, false), (140, true)]
         {
-            endings.note(at(second));
-            assert_eq!(endings.are_many(at(second)), many, "{second}");
+            slice.note_ending(at(second));
+            assert_eq!(slice.starts_over(at(second)), many, "{second}");
         }
-        assert!(endings.are_many(at(184)) && !endings.are_many(at(185)));
+        assert!(slice.starts_over(at(184)) && !slice.starts_over(at(185)));
     }
 
     #[test]
     fn whoever_comes_and_goes_changes_little() {
         let start = CoreTime::ZERO;
-        let mut shown = ShownOveruse::new();
-        let changes = |shown: &mut ShownOveruse, seconds: core::ops::Range<u32>| {
+        let mut shown = SliceOveruse::new();
+        let changes = |shown: &mut SliceOveruse, seconds: core::ops::Range<u32>| {
             let at = |second: u32| (second, start + second * SECOND);
             let looks = seconds.map(at);
             let over =

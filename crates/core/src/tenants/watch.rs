@@ -7,11 +7,10 @@ use alloc::string::String;
 use alloc::vec::Vec;
 use core::time::Duration;
 
-use super::budget::{self, Budget, InUse, Member, Part};
-use super::overuse::{Endings, MESSAGES, ShownOveruse};
-use super::spared::Spared;
-use crate::terms::ProcessId;
-use crate::{CoreTime, Permit, RateLimit};
+use super::budget::{self, InUse, Member, Part};
+use super::overuse::SliceOveruse;
+use crate::terms::{ProcessId, SliceSize};
+use crate::{CoreTime, Permit};
 
 /// The time until the next look at a GPU if some slice has two or more clients, and after a client has come: the driver lists a
 /// client a moment after the control daemon has admitted it.
@@ -29,8 +28,8 @@ const LAST_PAUSE: Duration = Duration::from_secs(30);
 /// The budgets of a GPU's slices, and the configured consequence of overuse.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct SliceBudgets {
-    /// The budgets of the slices, by their ordinals.
-    pub budgets: Vec<Budget>,
+    /// The sizes of the slices, by their ordinals. The memory and the number of clients in a size are the budget.
+    pub budgets: Vec<SliceSize>,
     /// True if clients lose their work because of overuse. False if overuse is only reported.
     pub terminate: bool,
 }
@@ -38,7 +37,7 @@ pub struct SliceBudgets {
 impl SliceBudgets {
     /// Returns whether clients that fitted into the budgets `before` may exceed these budgets.
     fn is_stricter_than(&self, before: &Self) -> bool {
-        let is_smaller = |(now, before): (&Budget, &Budget)| {
+        let is_smaller = |(now, before): (&SliceSize, &SliceSize)| {
             now.memory_mib < before.memory_mib || now.max_clients < before.max_clients
         };
         self.budgets.iter().zip(&before.budgets).any(is_smaller)
@@ -54,7 +53,7 @@ pub struct OverBudget<T> {
     pub as_of: CoreTime,
     /// The ordinal of the slice.
     pub slice: u32,
-    pub budget: Budget,
+    pub budget: SliceSize,
     /// The clients of the slice.
     pub members: Vec<Member<T>>,
     /// The permit to end work of these members.
@@ -136,34 +135,20 @@ impl OveruseNews {
 pub struct AttemptNews {
     /// The ordinal of the slice.
     pub slice: u32,
-    told: AttemptResult,
-}
-
-#[derive(Debug, Clone, PartialEq, Eq)]
-enum AttemptResult {
-    /// The clients that have lost their work, and the number of clients that earlier messages have left out.
-    Ended(Vec<ProcessId>, Option<usize>),
-    /// The client that could not be ended, and the reason.
-    Stays(ProcessId, String),
-    /// The client that may have lost its work, and the reason why the service does not know if the client has lost
-    /// its work.
-    Unknown(ProcessId, String),
+    /// The clients that the message names: all clients that have lost their work, or the only client with another state.
+    pub clients: Vec<ProcessId>,
+    /// The state of these clients after the attempt.
+    pub state: VictimState,
+    /// The number of ended clients that earlier messages have left out.
+    suppressed: Option<usize>,
 }
 
 impl AttemptNews {
-    /// The clients that the message names, and true if the message also counts them.
-    pub fn clients(&self) -> (Vec<ProcessId>, bool) {
-        match &self.told {
-            AttemptResult::Ended(ended, _) => (ended.clone(), true),
-            AttemptResult::Stays(one, _) | AttemptResult::Unknown(one, _) => ([*one].to_vec(), false),
-        }
-    }
-
     /// The message for the journal. `device` and `clients` are the names of the slice and of [`Self::clients`].
     pub fn text(&self, device: &str, clients: &str) -> String {
-        match &self.told {
-            AttemptResult::Ended(_, suppressed) => {
-                let before = suppressed.map(|count| {
+        match &self.state {
+            VictimState::Ended => {
+                let before = self.suppressed.map(|count| {
                     format!("; since the last such message, it has also ended the GPU work of {count} other clients")
                 });
                 let before = before.unwrap_or_default();
@@ -172,10 +157,10 @@ impl AttemptNews {
                      budget{before}"
                 )
             }
-            AttemptResult::Stays(_, reason) => {
+            VictimState::Stays(reason) => {
                 format!("{device} is over its budget, and the work of {clients} can't be ended: {reason}")
             }
-            AttemptResult::Unknown(_, reason) => format!(
+            VictimState::Unknown(reason) => format!(
                 "{device} is over its budget, and the service does not know if the work of {clients} has \
                  ended: {reason}"
             ),
@@ -183,44 +168,25 @@ impl AttemptNews {
     }
 }
 
-/// The time of the next attempt to end clients of a GPU.
-#[derive(Debug)]
-struct Attempt {
-    at: CoreTime,
-    /// The pause after the next attempt, if that attempt ends no client.
-    pause: Duration,
-    is_under_way: bool,
-}
-
-/// The limits for the rate of messages about one slice.
-#[derive(Debug)]
-struct SliceMessages {
-    shown: ShownOveruse,
-    /// The limit for messages about ended clients.
-    endings: RateLimit,
-}
-
-impl SliceMessages {
-    fn new() -> Self {
-        Self { shown: ShownOveruse::new(), endings: RateLimit::new(MESSAGES) }
-    }
-}
-
 /// The watch over the budgets of one GPU.
 #[derive(Debug)]
 pub struct BudgetWatch {
     gpu: SliceBudgets,
-    spared: Spared,
-    /// The messages of the slices that have exceeded their budget at least once, by the slices' ordinals.
-    slices: BTreeMap<u32, SliceMessages>,
-    /// For each slice of which clients were ended for its budget, by the slice's ordinal: the times at which their
-    /// work was last ended.
-    endings: BTreeMap<u32, Endings>,
+    /// The clients that never lose their work for a budget. Neither a restart of the service nor a reload ends the work of
+    /// clients: the clients that are on the GPU at that moment are spared, and only clients that come later can be ended.
+    spared: BTreeSet<ProcessId>,
+    /// True if the service will spare the clients that its next look finds.
+    spares_next: bool,
+    /// The slices that have exceeded their budget at least once, by their ordinals.
+    slices: BTreeMap<u32, SliceOveruse>,
     /// True if a client has come since the last look.
     has_come: bool,
     /// True if some slice had two or more clients at the last look.
     is_busy: bool,
-    attempt: Attempt,
+    /// The time of the next attempt to end clients. None while an attempt is under way.
+    next_attempt: Option<CoreTime>,
+    /// The pause after the next attempt, if that attempt ends no client.
+    pause: Duration,
 }
 
 impl BudgetWatch {
@@ -228,31 +194,30 @@ impl BudgetWatch {
     pub fn new(gpu: SliceBudgets, now: CoreTime) -> Self {
         Self {
             gpu,
-            spared: Spared::new(),
+            spared: BTreeSet::new(),
+            spares_next: true,
             slices: BTreeMap::new(),
-            endings: BTreeMap::new(),
             has_come: false,
             is_busy: false,
-            attempt: Attempt { at: now, pause: PERIOD, is_under_way: false },
+            next_attempt: Some(now),
+            pause: PERIOD,
         }
     }
 
-    /// Sets the budgets of the GPU's slices.
+    /// Sets the budgets of the GPU's slices. If the budgets get smaller, the clients that are on the GPU now are spared.
     pub fn pursue(&mut self, gpu: SliceBudgets) {
-        if gpu.is_stricter_than(&self.gpu) {
-            self.spared.spare_all();
-        }
+        self.spares_next |= gpu.is_stricter_than(&self.gpu);
         let is_there = |slice: &u32| usize::try_from(*slice).is_ok_and(|slice| slice < gpu.budgets.len());
         self.slices.retain(|slice, _| is_there(slice));
-        self.endings.retain(|slice, _| is_there(slice));
         self.gpu = gpu;
     }
 
     /// Records that the control daemon has reported a new client.
     pub fn client_has_come(&mut self, now: CoreTime) {
         self.has_come = true;
-        self.attempt.at = self.attempt.at.min(now + self.period(now));
-        self.attempt.pause = PERIOD;
+        let soon = now + self.period(now);
+        self.next_attempt = self.next_attempt.map(|at| at.min(soon));
+        self.pause = PERIOD;
     }
 
     /// The shortest time between two looks at this GPU.
@@ -267,12 +232,12 @@ impl BudgetWatch {
 
     /// Returns true if a tenant starts ended clients of some slice again and again.
     fn start_over(&self, now: CoreTime) -> bool {
-        self.endings.values().any(|endings| endings.are_many(now))
+        self.slices.values().any(|slice| slice.starts_over(now))
     }
 
     /// Records that a look has failed. Returns the time of the next look. None if no look is needed.
     pub fn is_blind(&mut self, now: CoreTime) -> Option<CoreTime> {
-        let is_shown = |told: &SliceMessages| !told.shown.parts().is_empty();
+        let is_shown = |slice: &SliceOveruse| !slice.parts().is_empty();
         let has_come = core::mem::take(&mut self.has_come);
         (has_come || self.is_busy || self.slices.values().any(is_shown)).then(|| now + PERIOD)
     }
@@ -286,12 +251,16 @@ impl BudgetWatch {
         runs: impl Fn(ProcessId) -> bool,
         now: CoreTime,
     ) -> Look<T> {
-        self.spared.observe(found, runs);
+        // A client stays spared until its process has ended, since the driver may leave a client out of its list for a moment.
+        self.spared.retain(|process| runs(*process));
+        if core::mem::take(&mut self.spares_next) {
+            self.spared.extend(found);
+        }
         let (mut uses, mut news, mut over) = (Vec::new(), Vec::new(), Vec::new());
         for (slice, budget) in (0..).zip(self.gpu.budgets.clone()) {
             let mut of_slice = members.remove(&slice).unwrap_or_default();
             for member in &mut of_slice {
-                member.stays |= self.spared.has(member.process);
+                member.stays |= self.spared.contains(&member.process);
             }
             let in_use = budget::in_use(&of_slice);
             let exceeded = budget::exceeded(budget, in_use);
@@ -320,7 +289,7 @@ impl BudgetWatch {
         let has_come = core::mem::take(&mut self.has_come);
         let busy = self.is_busy.then(|| now + PERIOD);
         let soon = (has_come || !over.is_empty()).then(|| now + self.period(now));
-        let again = self.slices.values_mut().filter_map(|told| told.shown.next_check(now));
+        let again = self.slices.values_mut().filter_map(|slice| slice.next_check(now));
         let due = again.chain(busy).chain(soon).min();
         Look { uses, news, begins_attempt: self.begins_attempt(&over, now), over, due }
     }
@@ -330,34 +299,29 @@ impl BudgetWatch {
         if !self.slices.contains_key(&slice) && exceeded.is_empty() {
             return (BTreeSet::new(), false);
         }
-        let told = self.slices.entry(slice).or_insert_with(SliceMessages::new);
-        let has_changed = told.shown.observe(exceeded, now);
-        (told.shown.parts(), has_changed)
+        let slice = self.slices.entry(slice).or_insert_with(SliceOveruse::new);
+        let has_changed = slice.observe(exceeded, now);
+        (slice.parts(), has_changed)
     }
 
     /// Returns whether an attempt begins now: its time has come, and some client may be ended.
     fn begins_attempt<T>(&mut self, over: &[OverBudget<T>], now: CoreTime) -> bool {
         let can_go = over.iter().any(|slice| slice.members.iter().any(|member| !member.stays));
-        let begins = can_go && !self.attempt.is_under_way && now >= self.attempt.at;
-        self.attempt.is_under_way |= begins;
-        begins
+        can_go && self.next_attempt.take_if(|at| now >= *at).is_some()
     }
 
     /// Records that an attempt to end clients is over, and returns the messages about it. `victims` is None if the attempt has
     /// failed, so that the clients that have lost work are not known; then all present clients are spared.
     pub fn has_attempted(&mut self, victims: Option<Vec<Victim>>, now: CoreTime) -> Vec<AttemptNews> {
-        if victims.is_none() {
-            self.spared.spare_all();
-        }
+        self.spares_next |= victims.is_none();
         let victims = victims.unwrap_or_default();
         let of_ended = victims.iter().filter(|victim| victim.state == VictimState::Ended);
         let cut_back: BTreeSet<u32> = of_ended.map(|victim| victim.slice).collect();
         for slice in &cut_back {
-            self.endings.entry(*slice).or_default().note(now);
+            self.slices.entry(*slice).or_insert_with(SliceOveruse::new).note_ending(now);
         }
-        let pause =
-            if cut_back.is_empty() { (self.attempt.pause * 2).min(LAST_PAUSE) } else { self.period(now) };
-        self.attempt = Attempt { at: now + pause, pause, is_under_way: false };
+        self.pause = if cut_back.is_empty() { (self.pause * 2).min(LAST_PAUSE) } else { self.period(now) };
+        self.next_attempt = Some(now + self.pause);
         let slices: BTreeSet<u32> = victims.iter().map(|victim| victim.slice).collect();
         let of = |slice: u32| victims.iter().filter(move |victim| victim.slice == slice);
         slices.into_iter().flat_map(|slice| self.tell(slice, of(slice), now)).collect()
@@ -368,26 +332,23 @@ impl BudgetWatch {
         slice: u32,
         victims: impl Iterator<Item = &'v Victim>,
         now: CoreTime,
-    ) -> Vec<AttemptNews>
-where {
+    ) -> Vec<AttemptNews> {
         let (mut ended, mut other) = (Vec::new(), None);
         for Victim { process, state, .. } in victims {
             match state {
                 VictimState::Ended => ended.push(*process),
-                VictimState::Stays(reason) => {
-                    _ = other.get_or_insert(AttemptResult::Stays(*process, reason.clone()));
-                }
-                VictimState::Unknown(reason) => {
-                    other = Some(AttemptResult::Unknown(*process, reason.clone()));
-                }
+                VictimState::Stays(_) => _ = other.get_or_insert((*process, state.clone())),
+                VictimState::Unknown(_) => other = Some((*process, state.clone())),
             }
         }
-        let endings = &mut self.slices.entry(slice).or_insert_with(SliceMessages::new).endings;
-        if !endings.take(ended.len(), now) {
+        let told = &mut self.slices.entry(slice).or_insert_with(SliceOveruse::new).endings_told;
+        if !told.take(ended.len(), now) {
             return Vec::new();
         }
-        let ended = (!ended.is_empty()).then(|| AttemptResult::Ended(ended, endings.suppressed()));
-        ended.into_iter().chain(other).map(|told| AttemptNews { slice, told }).collect()
+        let news = |clients, state, suppressed| AttemptNews { slice, clients, state, suppressed };
+        let ended = (!ended.is_empty()).then(|| news(ended, VictimState::Ended, told.suppressed()));
+        let other = other.map(|(process, state)| news([process].to_vec(), state, None));
+        ended.into_iter().chain(other).collect()
     }
 }
 
@@ -398,7 +359,7 @@ mod tests {
     use super::*;
 
     const SECOND: Duration = Duration::from_secs(1);
-    const BUDGET: Budget = Budget { memory_mib: 100, max_clients: 2 };
+    const BUDGET: SliceSize = SliceSize { memory_mib: 100, thread_percentage: 50, max_clients: 2 };
 
     /// A GPU with two slices.
     fn gpu(terminate: bool) -> SliceBudgets {
@@ -510,14 +471,32 @@ mod tests {
         watch.client_has_come(SECOND);
         assert!(!is_cut_back(&look(&mut watch, &of(60), 3 * SECOND)), "who has lost work is not known");
         for stricter in [
-            [BUDGET, Budget { memory_mib: 99, ..BUDGET }].to_vec(),
-            [BUDGET, Budget { max_clients: 1, ..BUDGET }].to_vec(),
+            [BUDGET, SliceSize { memory_mib: 99, ..BUDGET }].to_vec(),
+            [BUDGET, SliceSize { max_clients: 1, ..BUDGET }].to_vec(),
             alloc::vec![BUDGET; 3],
         ] {
             let mut watch = self::watch(gpu(true));
             watch.pursue(SliceBudgets { budgets: stricter.clone(), terminate: true });
             assert!(!is_cut_back(&look(&mut watch, &of(60), SECOND)), "{stricter:?}");
         }
+    }
+
+    #[test]
+    fn a_client_that_is_spared_stays_so_until_its_process_has_ended() {
+        let [old, new] = [1, 2].map(process);
+        let mut watch = BudgetWatch::new(gpu(true), CoreTime::ZERO);
+        let look = |watch: &mut BudgetWatch, found: &[ProcessId], runs: fn(ProcessId) -> bool| {
+            watch.decide(found, BTreeMap::<_, Vec<Member<u32>>>::new(), runs, SECOND);
+            watch.spared.iter().copied().collect::<Vec<_>>()
+        };
+        assert_eq!(look(&mut watch, &[old], |_| true), [old]);
+        // The driver may leave a client out of its list for a moment. A client that still runs stays spared.
+        assert_eq!(look(&mut watch, &[new], |_| true), [old]);
+        assert_eq!(look(&mut watch, &[], |one| one.pid != 1), []);
+        // A process with the PID of a spared client and another start time is another client, which is not spared.
+        assert_eq!(look(&mut watch, &[old, ProcessId { pid: 1, start_time: 3 }], |_| true), []);
+        watch.spares_next = true;
+        assert_eq!(look(&mut watch, &[new, old], |_| true), [old, new]);
     }
 
     #[test]
@@ -546,7 +525,7 @@ mod tests {
             victims.extend(more);
             let news = watch.has_attempted(Some(victims), SECOND).into_iter();
             let who = |news: &AttemptNews| {
-                format!("{:?}", news.clients().0.iter().map(|one| one.pid).collect::<Vec<_>>())
+                format!("{:?}", news.clients.iter().map(|one| one.pid).collect::<Vec<_>>())
             };
             news.map(|news| news.text("slice 1", &who(&news))).collect::<Vec<_>>()
         };
@@ -614,7 +593,7 @@ mod tests {
         let mut watch = watch(gpu(true));
         let mut pause_after = |state: VictimState| {
             watch.has_attempted(Some([victim(1, state)].to_vec()), CoreTime::ZERO);
-            watch.attempt.at.as_secs()
+            watch.next_attempt.unwrap().as_secs()
         };
         let stays = || VictimState::Stays(String::new());
         let pauses = [(); 6].map(|()| pause_after(stays()));
