@@ -5,7 +5,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use mps_core::mps::ServerStatus;
-use mps_core::tenants::{ClientShell, DaemonClients, TerminateAnswer, UnknownClients, by_client};
+use mps_core::tenants::{ClientEnd, ClientShell, DaemonClients, ListAnswer, by_client};
 use mps_core::terms::SliceId;
 use mps_core::{CoreTime, Permit};
 use tokio::task::JoinSet;
@@ -88,7 +88,7 @@ async fn clients(control: &Control) -> Result<DaemonClients, ControlError> {
     Ok(DaemonClients { clients, faulted, ..DaemonClients::default() })
 }
 
-async fn clients_of(daemon: &ClientsDaemon, patience: Duration) -> Result<DaemonClients, UnknownClients> {
+async fn clients_of(daemon: &ClientsDaemon, patience: Duration) -> ListAnswer {
     let ClientsDaemon { control, ours, .. } = daemon;
     let is_elsewhere = || ours.as_ref().is_some_and(|ours| control.daemon_pid() != Some(ours.process.pid));
     let was_elsewhere = is_elsewhere();
@@ -100,16 +100,16 @@ async fn clients_of(daemon: &ClientsDaemon, patience: Duration) -> Result<Daemon
         )
     };
     match listed.map_err(silent).and_then(|listed| listed.map_err(|error| error.to_string())) {
-        Ok(clients) => Ok(DaemonClients {
+        Ok(clients) => Ok(Some(DaemonClients {
             gpus: ours.as_ref().map(|ours| ours.gpus.clone()),
             place_is_taken: was_elsewhere || is_elsewhere(),
             ..clients
-        }),
+        })),
         Err(why) => {
             let has_no_server = ours.as_ref().is_some_and(|Running { process, .. }| {
                 !identity::runs(*process) || proc::has_children(process.pid).is_ok_and(|has_some| !has_some)
             });
-            Err(UnknownClients { why, has_no_server })
+            if has_no_server { Ok(None) } else { Err(why) }
         }
     }
 }
@@ -127,7 +127,7 @@ impl<P: Send + Sync> ClientShell for EndingShell<P> {
         sleep(duration).await;
     }
 
-    async fn list(&mut self) -> Vec<(Arc<Control>, Result<DaemonClients, UnknownClients>)> {
+    async fn list(&mut self) -> Vec<(Arc<Control>, ListAnswer)> {
         let mut asked = JoinSet::new();
         for daemon in self.daemons.clone() {
             let patience = self.patience;
@@ -171,7 +171,7 @@ impl<P: Send + Sync> ClientShell for EndingShell<P> {
         server: u32,
         mut client: GoingOn,
         may_end: Permit,
-    ) -> Result<TerminateAnswer, String> {
+    ) -> ClientEnd {
         let pid = client.pid();
         let answer = tokio::select! {
             answer = control.terminate_client(server, pid, may_end) => answer,
@@ -183,6 +183,6 @@ impl<P: Send + Sync> ClientShell for EndingShell<P> {
                 "client {pid} was stopped or frozen; the service has continued the client to end its GPU work"
             );
         }
-        answer.map_err(|error| error.to_string())
+        answer.unwrap_or_else(|error| ClientEnd::NotKnown(error.to_string()))
     }
 }

@@ -1,15 +1,13 @@
 //! Carries out requests to end the GPU work of a tenant without harm for other clients. The host agent makes such a request
 //! before it stops a process or a container.
 
+use std::collections::BTreeMap;
 use std::time::Duration;
 
-use mps_core::register::KnownClient;
+use mps_core::register::{KnownClient, Membership};
 use mps_core::serve::ClientsOnGpus;
-use mps_core::tenants::{
-    EnclosingContainer, KnownSlices, Reception, RequestNews, Target, Termination, TerminationError,
-    TerminationShell,
-};
-use mps_core::terms::{DeviceName, SliceId};
+use mps_core::tenants::{Reception, RequestNews, Target, Termination, TerminationError, TerminationShell};
+use mps_core::terms::SliceId;
 
 use super::ending_shell::{ClientsDaemon, EndingShell};
 use crate::register::Clients;
@@ -108,29 +106,20 @@ impl TerminationShell for EndingShell<Processes> {
         self.processes.ask(move || Ok(proc::status(pid)?.uids())).await
     }
 
-    /// The slices of a process. If the container of the process has the name of a GPU, and not that of a slice, it may
-    /// have any slice of the GPU.
-    async fn slices(&mut self, pid: u32) -> Result<Option<KnownSlices>, String> {
+    async fn slices(&mut self, pid: u32) -> Result<Option<Membership>, String> {
         let clients = &self.processes.clients;
         let process = identity::read(pid).map_err(|error| error.to_string())?;
         let known = clients.look_up(&[process]).await.remove(&pid).and_then(|client| client.slices);
-        let Some(known) = known else {
-            return if clients.has_found(process) { Ok(None) } else { Err(silent()) };
-        };
-        let slice = |name: &DeviceName| if let DeviceName::Slice(slice) = name { Some(*slice) } else { None };
-        let slices: Vec<SliceId> = known.slices.iter().filter_map(slice).collect();
-        let is_certain = known.known_by.is_certain() && slices.len() == known.slices.len();
-        Ok(Some(KnownSlices { slices, is_certain }))
+        if known.is_some() || clients.has_found(process) { Ok(known) } else { Err(silent()) }
     }
 
-    async fn containers(&mut self, pid: u32) -> Result<Vec<EnclosingContainer>, String> {
+    async fn containers(&mut self, pid: u32) -> Result<BTreeMap<String, bool>, String> {
         let around = |cgroups: &str| {
-            let of_the_hosts = of_the_hosts(cgroups);
-            let container = |id: &str| EnclosingContainer {
-                id: id.to_ascii_lowercase(),
-                is_the_hosts: of_the_hosts == Some(id),
-            };
-            containers_in(cgroups).map(container).collect()
+            let (of_the_hosts, mut containers) = (of_the_hosts(cgroups), BTreeMap::new());
+            for id in containers_in(cgroups) {
+                *containers.entry(id.to_ascii_lowercase()).or_default() |= of_the_hosts == Some(id);
+            }
+            containers
         };
         self.processes.ask(move || Ok(around(&proc::cgroups_text(pid)?))).await
     }

@@ -81,8 +81,8 @@ const DEFECTS: &[Defect] = &[
     (
         "a program with a handler for SIGTERM is killed while it is at work",
         "tenants/stop.rs",
-        "SIGKILL => SignalEffect::EndsAll,",
-        "SIGKILL => if PUT_BACK { SignalEffect::AsksToEnd } else { SignalEffect::EndsAll },",
+        "SIGKILL => Ok(true),\n            SIGTERM | SIGINT | SIGQUIT => {",
+        "SIGKILL if !PUT_BACK => Ok(true),\n            SIGKILL | SIGTERM | SIGINT | SIGQUIT => {",
         "a-stop-harms-no-neighbour",
     ),
     (
@@ -640,8 +640,8 @@ const DEFECTS: &[Defect] = &[
     (
         "one look that finds nobody is enough",
         "tenants/terminate.rs",
-        "let is_certain = is_sure",
-        "let is_certain = PUT_BACK || is_sure",
+        "let is_certain = look.is_sure",
+        "let is_certain = PUT_BACK || look.is_sure",
         "a-request-tells-the-truth",
     ),
     (
@@ -703,15 +703,15 @@ const DEFECTS: &[Defect] = &[
     (
         "a request takes the clients of another control daemon for clients of ours",
         "tenants/client_shell.rs",
-        "Ok(clients) if clients.place_is_taken",
-        "Ok(clients) if !PUT_BACK && clients.place_is_taken",
+        "Ok(Some(clients)) if clients.place_is_taken",
+        "Ok(Some(clients)) if !PUT_BACK && clients.place_is_taken",
         "a-request-tells-the-truth",
     ),
     (
         "a control daemon that does not answer has no client that is wanted",
         "tenants/client_shell.rs",
-        "Err(UnknownClients { has_no_server: true, .. }) => {}",
-        "Err(UnknownClients { has_no_server, .. }) if has_no_server || PUT_BACK => {}",
+        "Err(why) => _ = missing.get_or_insert(why),",
+        "Err(_) if PUT_BACK => {}\n            Err(why) => _ = missing.get_or_insert(why),",
         "a-request-tells-the-truth",
     ),
 ];

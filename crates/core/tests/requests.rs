@@ -8,7 +8,7 @@
 use std::time::Duration;
 
 use core_world::story::{SERVER, SimOwner, SliceKnownBy, Story, slice_of};
-use mps_core::tenants::{EnclosingContainer, Target, TerminationError};
+use mps_core::tenants::{Target, TerminationError};
 use mps_core::terms::SliceId;
 
 /// A client of the story's only control daemon, on GPU A.
@@ -40,10 +40,7 @@ fn host_of(gpus: &[&str], processes: &[(u32, Process)]) -> Story {
             (tenant.slice, tenant.slice_known_by) = (slice, known_by);
         }
         tenant.users.clone_from(&process.users);
-        let container = |(id, is_the_hosts): &(&str, bool)| EnclosingContainer {
-            id: (*id).to_owned(),
-            is_the_hosts: *is_the_hosts,
-        };
+        let container = |(id, is_the_hosts): &(&str, bool)| ((*id).to_owned(), *is_the_hosts);
         tenant.containers = process.containers.iter().map(container).collect();
     }
     drop(host);

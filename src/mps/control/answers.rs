@@ -4,7 +4,7 @@ use std::collections::BTreeSet;
 
 use common::host::driver::is_unknown_command;
 use mps_core::mps::{Client, ClientPids, ServerStatus};
-use mps_core::tenants::TerminateAnswer;
+use mps_core::tenants::ClientEnd;
 
 /// Parses an answer with one list of PIDs after another, each after a line with a percentage: the clients of each server in
 /// `servers`, and at the end all servers. A server that has ended has no clients.
@@ -37,14 +37,14 @@ pub(super) fn parse_status(answer: &str) -> Option<ServerStatus> {
 }
 
 /// Parses the answer to `terminate_client`: a line `0`, or a reason and a line `1`.
-pub(super) fn parse_terminated(answer: &str) -> Option<TerminateAnswer> {
+pub(super) fn parse_terminated(answer: &str) -> Option<ClientEnd> {
     let mut lines = answer.lines().map(str::trim).filter(|line| !line.is_empty());
     let reason = lines.next()?;
     match (reason, lines.next_back()) {
-        ("0", None) => Some(TerminateAnswer::Done),
-        (reason, Some("1")) if reason.starts_with("Invalid process") => Some(TerminateAnswer::NoSuchClient),
+        ("0", None) => Some(ClientEnd::Done),
+        (reason, Some("1")) if reason.starts_with("Invalid process") => Some(ClientEnd::NotThere),
         (reason, Some("1")) if reason.starts_with("Server") && reason.contains("not found") => {
-            Some(TerminateAnswer::NoSuchServer)
+            Some(ClientEnd::NotThere)
         }
         _ => None,
     }
@@ -140,9 +140,9 @@ mod tests {
 
     #[test]
     fn terminated_clients() {
-        assert_eq!(parse_terminated("0"), Some(TerminateAnswer::Done));
-        assert_eq!(parse_terminated("Invalid process 99999!\n1"), Some(TerminateAnswer::NoSuchClient));
-        assert_eq!(parse_terminated("Server 1 not found!\n1"), Some(TerminateAnswer::NoSuchServer));
+        assert_eq!(parse_terminated("0"), Some(ClientEnd::Done));
+        assert_eq!(parse_terminated("Invalid process 99999!\n1"), Some(ClientEnd::NotThere));
+        assert_eq!(parse_terminated("Server 1 not found!\n1"), Some(ClientEnd::NotThere));
         for other in ["", "1", "00", "0\n1", "Unknown command \"terminate_client\"", "Invalid process 1!\n0"]
         {
             assert_eq!(parse_terminated(other), None, "{other:?}");

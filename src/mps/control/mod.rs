@@ -21,7 +21,7 @@ use std::time::Duration;
 
 use mps_core::Permit;
 use mps_core::mps::{Client, ClientPids, Inspection, Limits, ServerStatus};
-use mps_core::tenants::TerminateAnswer;
+use mps_core::tenants::ClientEnd;
 use rustix::io::Errno;
 use tokio::sync::Semaphore;
 use tokio::time::timeout;
@@ -197,7 +197,7 @@ impl Control {
         server: u32,
         client: u32,
         may_end: Permit,
-    ) -> Result<TerminateAnswer, ControlError> {
+    ) -> Result<ClientEnd, ControlError> {
         let command = format!("terminate_client {server} {client}");
         tracing::debug!("{command}: {:?}", may_end.cause());
         let answer = self.ask_for_something(&command).await?;

@@ -8,8 +8,8 @@ use mps_core::access::{Asker, Obstacle};
 use mps_core::bindings::{
     Binding, Bindings, BoundBy, ControlGroup, FIRST_PROCESS, GroupUse, LARGEST, NotBound, is_named_by_root,
 };
-use mps_core::tenants::KnownSlices;
-use mps_core::terms::SliceId;
+use mps_core::register::{KnownBy, Membership};
+use mps_core::terms::{DeviceName, SliceId};
 
 use super::budgets::Program;
 use super::clients::SimClient;
@@ -99,19 +99,19 @@ fn bound_slice(slice: &SliceId) -> BoundSlice {
 
 /// The slices that the service finds for a client when a request asks for them: the slices to which the client's
 /// control group is bound, or else the slices that the client claims, unless a control group is bound to such a slice.
-pub(crate) fn known_slices(bindings: &BoundGroups, client: &SimClient) -> Option<KnownSlices> {
+pub(crate) fn known_slices(bindings: &BoundGroups, client: &SimClient) -> Option<Membership> {
     if let Some(its) = bindings.nearest(client.program.group, |_| true) {
-        let slice = |(gpu, slice): &BoundSlice| slice_of(gpu, *slice);
-        return Some(KnownSlices { slices: its.slices.iter().map(slice).collect(), is_certain: true });
+        let slice = |(gpu, slice): &BoundSlice| DeviceName::Slice(slice_of(gpu, *slice));
+        return Some(Membership { slices: its.slices.iter().map(slice).collect(), known_by: KnownBy::Bound });
     }
     let slice = &client.tenant.slice;
-    let is_certain = match client.tenant.slice_known_by {
+    let known_by = match client.tenant.slice_known_by {
         SliceKnownBy::Nothing => return None,
-        SliceKnownBy::Mount => true,
-        SliceKnownBy::Environment => false,
+        SliceKnownBy::Mount => KnownBy::Mount,
+        SliceKnownBy::Environment => KnownBy::Environment,
     };
-    let counts = is_certain || bindings.with(&bound_slice(slice)).next().is_none();
-    counts.then(|| KnownSlices { slices: vec![*slice], is_certain })
+    let counts = known_by.is_certain() || bindings.with(&bound_slice(slice)).next().is_none();
+    counts.then(|| Membership { slices: vec![DeviceName::Slice(*slice)], known_by })
 }
 
 /// The binding of the control group `path` or of the nearest control group above it, computed without the code under

@@ -9,10 +9,11 @@ use std::task::Poll;
 use std::time::Duration;
 
 use mps_core::mps::ServerStatus;
+use mps_core::register::Membership;
 use mps_core::serve::ClientsOnGpus;
 use mps_core::tenants::{
-    ClientShell, DaemonClients, EnclosingContainer, KnownSlices, ListedClient, Reception, RequestNews,
-    Target, TerminateAnswer, TerminationError, TerminationShell, UnknownClients,
+    ClientEnd, ClientShell, DaemonClients, ListAnswer, ListedClient, Reception, RequestNews, Target,
+    TerminationError, TerminationShell,
 };
 use mps_core::terms::SliceId;
 use mps_core::{Cause, CoreTime, Permit};
@@ -216,21 +217,22 @@ impl SimEnding {
     }
 
     /// Asks one control daemon for the list of its clients.
-    fn take_list(&self, one: &Reached) -> Result<DaemonClients, UnknownClients> {
+    fn take_list(&self, one: &Reached) -> ListAnswer {
         let (mut mps, mut state) = (one.mps.lock().unwrap(), self.state());
         let has_no_server = !mps.is_alive || mps.servers.is_empty();
-        let unknown = |why: &str| Err(UnknownClients { why: why.to_owned(), has_no_server });
         if mps.listener().is_none() {
-            if has_no_server {
-                state.at_work.remove(&one.pid);
+            if !has_no_server {
+                return Err("nobody listens".to_owned());
             }
-            return unknown("nobody listens");
+            state.at_work.remove(&one.pid);
+            return Ok(None);
         }
         if mps.listener() != Some(mps.pid) {
-            return Ok(DaemonClients { gpus: one.gpus.clone(), place_is_taken: true, ..Default::default() });
+            let gpus = one.gpus.clone();
+            return Ok(Some(DaemonClients { gpus, place_is_taken: true, ..Default::default() }));
         }
         if state.goes_wrong(60) {
-            return Err(UnknownClients { why: "it has dropped a question".to_owned(), has_no_server: false });
+            return Err("it has dropped a question".to_owned());
         }
         let listed = super::answers::listed(&mut mps);
         let mut clients = BTreeMap::new();
@@ -266,7 +268,7 @@ impl SimEnding {
             at_work.retain(|client| before.contains(client));
         }
         state.at_work.insert(one.pid, at_work);
-        Ok(DaemonClients { gpus: one.gpus.clone(), clients, ..Default::default() })
+        Ok(Some(DaemonClients { gpus: one.gpus.clone(), clients, ..Default::default() }))
     }
 
     fn find(&self, control: u32) -> &Reached {
@@ -274,11 +276,11 @@ impl SimEnding {
     }
 
     /// A control daemon ends the work of a client, even if its answer is lost.
-    fn end(&self, one: &Reached, server: u32, client: SimProcess) -> TerminateAnswer {
+    fn end(&self, one: &Reached, server: u32, client: SimProcess) -> ClientEnd {
         let mut mps = one.mps.lock().unwrap();
         mps.note(format_args!("end the work of {}", client.pid));
         if !mps.servers.contains_key(&server) {
-            return TerminateAnswer::NoSuchServer;
+            return ClientEnd::NotThere;
         }
         let mut state = self.state();
         match mps.clients.get_mut(&client.pid) {
@@ -291,9 +293,9 @@ impl SimEnding {
                 );
                 there.tenant.has_work = false;
                 state.found.remove(&client);
-                TerminateAnswer::Done
+                ClientEnd::Done
             }
-            _ => TerminateAnswer::NoSuchClient,
+            _ => ClientEnd::NotThere,
         }
     }
 }
@@ -312,7 +314,7 @@ impl ClientShell for SimEnding {
         self.wait(Waits::Until(until)).await;
     }
 
-    async fn list(&mut self) -> Vec<(u32, Result<DaemonClients, UnknownClients>)> {
+    async fn list(&mut self) -> Vec<(u32, ListAnswer)> {
         self.turn().await;
         let faulted_before: Vec<BTreeSet<u32>> = self.daemons.iter().map(faulted).collect();
         let mut listed = Vec::new();
@@ -328,8 +330,7 @@ impl ClientShell for SimEnding {
             };
             hangs |= is_hung;
             let why = "the control daemon has not answered for 5 s".to_owned();
-            let silent = Err(UnknownClients { why, has_no_server: false });
-            listed.push((one.pid, if is_hung { silent } else { self.take_list(one) }));
+            listed.push((one.pid, if is_hung { Err(why) } else { self.take_list(one) }));
         }
         if hangs {
             self.is_silent().await;
@@ -337,7 +338,7 @@ impl ClientShell for SimEnding {
             self.turn().await;
         }
         for (((_, known), one), before) in listed.iter_mut().zip(&self.daemons).zip(faulted_before) {
-            let Ok(known) = known else { continue };
+            let Ok(Some(known)) = known else { continue };
             known.faulted = &before | &faulted(one);
             let mps = one.mps.lock().unwrap();
             known.place_is_taken |= mps.listener() != Some(mps.pid);
@@ -386,14 +387,14 @@ impl ClientShell for SimEnding {
         server: u32,
         client: SimGoingOn,
         may_end: Permit,
-    ) -> Result<TerminateAnswer, String> {
+    ) -> ClientEnd {
         assert_eq!(may_end.cause(), Cause::Asked);
         let one = self.find(*control).clone();
         let pid = client.0.pid;
         // The control daemon ends the work of the process that has the client's PID at this moment. Another process
         // gets the PID only after all other PIDs were used.
         let Some(process) = self.look(pid, |client| client.tenant.process) else {
-            return Ok(TerminateAnswer::NoSuchClient);
+            return ClientEnd::NotThere;
         };
         let client = SimProcess { pid, process };
         {
@@ -421,21 +422,21 @@ impl ClientShell for SimEnding {
             if is_done_later && is_there {
                 self.end(&one, server, client);
             }
-            return Err(error);
+            return ClientEnd::NotKnown(error);
         }
         if !is_there {
             self.state().lost.insert(client);
-            return Err("another control daemon answers".to_owned());
+            return ClientEnd::NotKnown("another control daemon answers".to_owned());
         }
         let answer = self.end(&one, server, client);
         if self.state().goes_wrong(12) {
             self.state().lost.insert(client);
-            return Err("an answer got lost".to_owned());
+            return ClientEnd::NotKnown("an answer got lost".to_owned());
         }
-        if answer == TerminateAnswer::Done {
+        if answer == ClientEnd::Done {
             self.state().ended.insert(client);
         }
-        Ok(answer)
+        answer
     }
 }
 
@@ -448,12 +449,12 @@ impl TerminationShell for SimEnding {
         self.ask(pid, |one| one.tenant.users.clone()).await
     }
 
-    async fn slices(&mut self, pid: u32) -> Result<Option<KnownSlices>, String> {
+    async fn slices(&mut self, pid: u32) -> Result<Option<Membership>, String> {
         let bindings = self.state().bindings.clone();
         self.ask(pid, |one| known_slices(&bindings, one)).await
     }
 
-    async fn containers(&mut self, pid: u32) -> Result<Vec<EnclosingContainer>, String> {
+    async fn containers(&mut self, pid: u32) -> Result<BTreeMap<String, bool>, String> {
         self.ask(pid, |one| one.tenant.containers.clone()).await
     }
 

@@ -9,7 +9,7 @@ use std::time::Duration;
 
 use mps_core::mps::ServerStatus;
 use mps_core::tenants::{
-    ClientShell, Connections, DaemonClients, ListedClient, SliceBudgets, TerminateAnswer, UnknownClients,
+    ClientEnd, ClientShell, Connections, DaemonClients, ListAnswer, ListedClient, SliceBudgets,
 };
 use mps_core::terms::ProcessId;
 use mps_core::{Cause, CoreTime, Permit};
@@ -255,7 +255,7 @@ impl ClientShell for SimEnforcement {
         self.wait_until(now + duration).await;
     }
 
-    async fn list(&mut self) -> Vec<(Self::Control, Result<DaemonClients, UnknownClients>)> {
+    async fn list(&mut self) -> Vec<(Self::Control, ListAnswer)> {
         let mut answers = Vec::new();
         let mut connections = BTreeMap::new();
         for daemon in &self.daemons {
@@ -274,9 +274,8 @@ impl ClientShell for SimEnforcement {
                         clients.insert((server, pid), ListedClient { started, connections, gpus });
                     }
                 }
-                DaemonClients { gpus: Some(mps.gpus.clone()), clients, ..DaemonClients::default() }
+                Some(DaemonClients { gpus: Some(mps.gpus.clone()), clients, ..DaemonClients::default() })
             });
-            let answer = answer.map_err(|why| UnknownClients { why, has_no_server: false });
             answers.push((Arc::clone(daemon), answer));
         }
         let mut facts = self.facts();
@@ -332,7 +331,7 @@ impl ClientShell for SimEnforcement {
         server: u32,
         client: ProcessId,
         may_end: Permit,
-    ) -> Result<TerminateAnswer, String> {
+    ) -> ClientEnd {
         let is_faulted =
             lock(control).servers.get(&server).is_some_and(|one| one.status == ServerStatus::Fault);
         let why = if is_faulted && !lock(control).is_old { Some("its server handles a fault") } else { None };
@@ -360,15 +359,15 @@ impl ClientShell for SimEnforcement {
         let mut facts = self.facts();
         if is_lost || answer.is_err() {
             facts.in_doubt.insert(client);
-            return Err("an answer got lost".to_owned());
+            return ClientEnd::NotKnown("an answer got lost".to_owned());
         }
         if !has_client {
             facts.is_found(client.pid, None);
-            return Ok(TerminateAnswer::NoSuchClient);
+            return ClientEnd::NotThere;
         }
         let connection = facts.listed.get(&client).copied().unwrap_or_default();
         facts.ended.insert(client, connection);
         facts.in_doubt.remove(&client);
-        Ok(TerminateAnswer::Done)
+        ClientEnd::Done
     }
 }

@@ -1,8 +1,10 @@
 //! The processes of tenants in the world, and requests to end the GPU work of tenants.
 
 use mps_core::mps::ServerStatus;
-use mps_core::tenants::{EnclosingContainer, Reception, Stop, Target};
-use mps_core::terms::{GpuId, PciAddress, SliceId};
+use std::collections::BTreeMap;
+
+use mps_core::tenants::{Reception, Stop, Target};
+use mps_core::terms::{DeviceName, GpuId, PciAddress, SliceId};
 
 use super::bindings::{BoundGroups, group_of, has_one_of, is_in, known_slices};
 use super::clients::SimClient;
@@ -48,8 +50,8 @@ pub struct Tenant {
     pub(crate) process: u32,
     /// The user of the process, and the users for whom the process acts.
     pub users: Vec<u32>,
-    /// The containers in which the process runs, one inside the other.
-    pub containers: Vec<EnclosingContainer>,
+    /// The ids of the containers in which the process runs, each with true if the host's own runtime has made the container.
+    pub containers: BTreeMap<String, bool>,
     pub slice: SliceId,
     pub slice_known_by: SliceKnownBy,
     pub(crate) connection: u64,
@@ -85,7 +87,7 @@ impl Tenant {
         Self {
             process,
             users: vec![user, if dice.one_in(4) { any_user(dice) } else { user }],
-            containers: vec![EnclosingContainer { id: format!("c{user}"), is_the_hosts: true }],
+            containers: [(format!("c{user}"), true)].into(),
             slice: slice_of(&gpus[ordinal], u32::try_from(dice.below(SLICES)).unwrap()),
             slice_known_by,
             connection: u64::from(process),
@@ -119,7 +121,7 @@ impl SimClient {
                 is_named(*wanted) && is_theirs
             }
             Target::Slices(wanted) => has_one_of(bindings, self, wanted),
-            Target::Container(id) => tenant.containers.iter().any(|one| one.id.starts_with(id.as_str())),
+            Target::Container(id) => tenant.containers.keys().any(|one| one.starts_with(id.as_str())),
             Target::Signalled(stop) => is_in(self.program.group, &stop.group) && self.ends_by(pid, stop),
         }
     }
@@ -230,7 +232,12 @@ impl World {
                 let its = |one: &super::ControlDaemon| {
                     let mps = one.lock();
                     let client = mps.clients.get(&pid)?;
-                    let slices = known_slices(&bindings, client).map(|known| known.slices);
+                    let slice = |name: DeviceName| match name {
+                        DeviceName::Slice(slice) => Some(slice),
+                        DeviceName::Gpu(_) => None,
+                    };
+                    let known = known_slices(&bindings, client);
+                    let slices = known.map(|known| known.slices.into_iter().filter_map(slice).collect());
                     Some(slices.unwrap_or_else(|| vec![client.tenant.slice]))
                 };
                 Target::Slices(self.daemons.values().find_map(its).unwrap_or_default())

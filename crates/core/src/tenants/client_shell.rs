@@ -47,14 +47,9 @@ pub struct DaemonClients {
     pub place_is_taken: bool,
 }
 
-/// The reason why a control daemon has not listed its clients.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub struct UnknownClients {
-    /// The reason, in words.
-    pub why: String,
-    /// True if the control daemon has ended or has no server, and so has no client.
-    pub has_no_server: bool,
-}
+/// The answer of a control daemon, or the reason, in words, why it has not listed its clients. None if the control daemon has
+/// ended or has no server, and so has no client.
+pub type ListAnswer = Result<Option<DaemonClients>, String>;
 
 /// Groups connections by server and client. A client of two GPUs has two connections. `started` returns the start time of the
 /// process that has a PID.
@@ -72,32 +67,39 @@ pub fn by_client(
     clients
 }
 
-/// The answer of a control daemon to the request to end a client's GPU work.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum TerminateAnswer {
-    /// The client's GPU work has ended. The program gets CUDA error 810.
+/// The result of an attempt to end a client's GPU work at one server.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum ClientEnd {
+    /// The client's GPU work has ended. The program gets CUDA error 810. The connections of the client stay listed until its
+    /// next call to CUDA, but are useless.
     Done,
-    /// The control daemon has no such client.
-    NoSuchClient,
-    /// The control daemon has no such server.
-    NoSuchServer,
+    /// The control daemon has no such server, or the server has no such client: the client has just ended, or has not connected
+    /// to the server yet.
+    NotThere,
+    /// The server handles a fatal GPU error, so the service has done nothing.
+    Faulted,
+    /// The client is stopped and can't be continued, for this reason. Apart from its attempt to continue the client,
+    /// the service has done nothing.
+    StaysStopped(String),
+    /// The control daemon has not reported the status of the server, so the service has done nothing.
+    NotAsked(String),
+    /// The control daemon has not answered, so the client's work may or may not have ended.
+    NotKnown(String),
 }
 
 /// The clients of the control daemons that have answered, each with its control daemon. The result also has the first reason
 /// why clients may be missing.
-pub fn known_clients<C>(
-    listed: Vec<(C, Result<DaemonClients, UnknownClients>)>,
-) -> (Vec<(C, DaemonClients)>, Option<String>) {
+pub fn known_clients<C>(listed: Vec<(C, ListAnswer)>) -> (Vec<(C, DaemonClients)>, Option<String>) {
     let (mut known, mut missing) = (Vec::new(), None);
     for (control, clients) in listed {
         match clients {
-            Ok(clients) if clients.place_is_taken => {
+            Ok(Some(clients)) if clients.place_is_taken => {
                 let why = "another control daemon listens in the pipe directory of a control daemon of this service";
                 missing.get_or_insert_with(|| why.to_owned());
             }
-            Ok(clients) => known.push((control, clients)),
-            Err(UnknownClients { has_no_server: true, .. }) => {}
-            Err(UnknownClients { why, .. }) => _ = missing.get_or_insert(why),
+            Ok(Some(clients)) => known.push((control, clients)),
+            Ok(None) => {}
+            Err(why) => _ = missing.get_or_insert(why),
         }
     }
     (known, missing)
@@ -124,9 +126,7 @@ pub trait ClientShell: Send {
 
     /// Asks every control daemon for its clients, all at once: a hung control daemon must not use up the time of the other
     /// control daemons.
-    fn list(
-        &mut self,
-    ) -> impl Future<Output = Vec<(Self::Control, Result<DaemonClients, UnknownClients>)>> + Send;
+    fn list(&mut self) -> impl Future<Output = Vec<(Self::Control, ListAnswer)>> + Send;
 
     /// Returns a handle of the process that has this PID now. None if no process has the PID.
     ///
@@ -153,16 +153,13 @@ pub trait ClientShell: Send {
     /// Ends the GPU work of one client of a server; the server's other clients go on. Until the client's GPU work has ended,
     /// the control daemon waits for the client, and does not answer other requests. The client must not be stopped by a
     /// signal until its GPU work has ended.
-    ///
-    /// # Errors
-    /// The control daemon has not answered, so the client's work may or may not have ended.
     fn terminate_client(
         &mut self,
         control: &Self::Control,
         server: u32,
         client: Self::GoingOn,
         may_end: Permit,
-    ) -> impl Future<Output = Result<TerminateAnswer, String>> + Send;
+    ) -> impl Future<Output = ClientEnd> + Send;
 }
 
 #[cfg(test)]

@@ -1,29 +1,8 @@
 //! Ends one client's GPU work.
 
-use alloc::string::String;
-
-use super::client_shell::{ClientShell, TerminateAnswer};
+use super::client_shell::{ClientEnd, ClientShell};
 use crate::Permit;
 use crate::mps::ServerStatus;
-
-/// The result of an attempt to end a client's GPU work at one server.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub enum ClientEnd {
-    /// The client's GPU work has ended. The connections of the client stay listed until its next call to CUDA, but are
-    /// useless.
-    Done,
-    /// The server has no such client: the client has just ended, or has not connected to the server yet.
-    NotThere,
-    /// The server handles a fatal GPU error, so the service has done nothing.
-    Faulted,
-    /// The client is stopped and can't be continued, for this reason. Apart from its attempt to continue the client,
-    /// the service has done nothing.
-    StaysStopped(String),
-    /// The control daemon has not reported the status of the server, so the service has done nothing.
-    NotAsked(String),
-    /// The control daemon has not answered, so the client's work may or may not have ended.
-    NotKnown(String),
-}
 
 /// Ends the GPU work of one client at one of its servers. A client that is stopped or frozen is continued first, and again each
 /// time that it stops before the control daemon answers. The service never kills a client, since that would be a fault for the
@@ -51,9 +30,5 @@ pub async fn end_client<S: ClientShell>(
     if !shell.is_alive(held) {
         return ClientEnd::NotThere;
     }
-    match shell.terminate_client(control, server, going_on, may_end).await {
-        Ok(TerminateAnswer::Done) => ClientEnd::Done,
-        Ok(TerminateAnswer::NoSuchClient | TerminateAnswer::NoSuchServer) => ClientEnd::NotThere,
-        Err(why) => ClientEnd::NotKnown(why),
-    }
+    shell.terminate_client(control, server, going_on, may_end).await
 }

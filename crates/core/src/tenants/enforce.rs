@@ -7,8 +7,8 @@ use alloc::vec::Vec;
 use core::time::Duration;
 
 use super::budget::next_victim;
-use super::client_shell::{ClientShell, Connections, DaemonClients, ListedClient, known_clients};
-use super::end_client::{ClientEnd, end_client};
+use super::client_shell::{ClientEnd, ClientShell, Connections, DaemonClients, ListedClient, known_clients};
+use super::end_client::end_client;
 use super::watch::{OverBudget, Victim, VictimState};
 use crate::terms::ProcessId;
 use crate::{CoreTime, Permit};

@@ -32,16 +32,15 @@ mod termination_shell;
 mod watch;
 
 pub use client_shell::{
-    ClientShell, Connections, DaemonClients, ListedClient, TerminateAnswer, UnknownClients, by_client,
-    known_clients,
+    ClientEnd, ClientShell, Connections, DaemonClients, ListAnswer, ListedClient, by_client, known_clients,
 };
-pub use end_client::{ClientEnd, end_client};
+pub use end_client::end_client;
 pub use enforce::Enforcer;
-pub use stop::{Reception, Stop};
+pub use stop::Stop;
 pub use target::Target;
 pub use terminate::Termination;
 pub use termination_error::{LeftClient, TerminationError, WhyLeft, first_named};
-pub use termination_shell::{EnclosingContainer, KnownSlices, RequestNews, TerminationShell};
+pub use termination_shell::{Reception, RequestNews, TerminationShell};
 pub use watch::{
     AttemptNews, BudgetWatch, Look, OverBudget, OveruseNews, PERIOD, SliceBudgets, Victim, VictimState,
 };

@@ -3,6 +3,8 @@
 
 use alloc::string::String;
 
+use super::termination_shell::{Reception, TerminationShell};
+
 /// The numbers of signals on Linux.
 const SIGINT: u32 = 2;
 const SIGQUIT: u32 = 3;
@@ -22,47 +24,28 @@ pub struct Stop {
     pub to_all: bool,
 }
 
-/// The effect of a signal on a process.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Reception {
-    /// The process has a handler for the signal, or blocks the signal and waits for it.
-    Handled,
-    /// The process ignores the signal. The first process of a PID namespace ignores every signal for which it has no handler.
-    Ignored,
-    /// The signal ends the process.
-    Fatal,
-}
-
-/// The effect of a signal on programs that have no handler for it.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum SignalEffect {
-    /// Every program ends, even a program with a handler.
-    EndsAll,
-    /// A program ends unless it handles or ignores the signal.
-    AsksToEnd,
-    /// No program ends.
-    Harmless,
-}
-
 impl Stop {
     /// Returns true if a control group is the container's control group, or a descendant of it.
     pub fn has(&self, group: &str) -> bool {
         group.strip_prefix(self.group.as_str()).is_some_and(|rest| rest.is_empty() || rest.starts_with('/'))
     }
 
-    /// The effect of the signal on programs that have no handler for it.
-    pub(super) fn effect(&self) -> SignalEffect {
+    /// Returns true if the signal may end a process of the container.
+    ///
+    /// # Errors
+    /// The effect of the signal on a process can't be read.
+    pub(super) async fn may_end<T: TerminationShell>(&self, shell: &mut T, pid: u32) -> Result<bool, String> {
         match self.signal {
-            SIGKILL => SignalEffect::EndsAll,
-            SIGTERM | SIGINT | SIGQUIT => SignalEffect::AsksToEnd,
-            _ => SignalEffect::Harmless,
+            SIGKILL => Ok(true),
+            SIGTERM | SIGINT | SIGQUIT => {
+                let program = shell.reception(pid, self.signal).await?;
+                let is_first = self.to_all || pid == self.first;
+                let first = if is_first { program } else { shell.reception(self.first, self.signal).await? };
+                // The container's first process gets the signal. The first process either passes the signal on, or ends, and
+                // then all other processes end too. None stands for a process that has ended.
+                Ok(program == Some(Reception::Fatal) && first != Some(Reception::Ignored))
+            }
+            _ => Ok(false),
         }
-    }
-
-    /// Returns true if a program may end after a signal that asks programs to end. The container's first process gets the
-    /// signal. The first process either passes the signal on, or ends, and then all other processes end too. None stands for
-    /// a process that has ended.
-    pub(super) fn ends(program: Option<Reception>, first: Option<Reception>) -> bool {
-        program == Some(Reception::Fatal) && first != Some(Reception::Ignored)
     }
 }

@@ -1,14 +1,14 @@
 //! The clients that a request is about.
 
-use alloc::collections::BTreeSet;
+use alloc::collections::BTreeMap;
 use alloc::string::String;
 use alloc::vec::Vec;
 use core::time::Duration;
 
-use super::stop::{SignalEffect, Stop};
-use super::termination_shell::{EnclosingContainer, KnownSlices, TerminationShell};
-
-use crate::terms::SliceId;
+use super::stop::Stop;
+use super::termination_shell::TerminationShell;
+use crate::register::Membership;
+use crate::terms::{DeviceName, SliceId};
 
 /// The clients whose GPU work a request ends.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -32,9 +32,9 @@ pub enum Target {
 /// The answer to the question if a request means a process.
 #[derive(Debug, PartialEq, Eq)]
 pub(super) enum Meant {
-    /// The request means the process. The set has the containers of the request that contain the process: the beginning of an id
-    /// may name several containers.
-    Yes(BTreeSet<EnclosingContainer>),
+    /// The request means the process. The map has the containers of the request that contain the process, like
+    /// [`TerminationShell::containers`]: the beginning of an id may name several containers.
+    Yes(BTreeMap<String, bool>),
     No,
     /// The request names slices, and the slice of the process is not known.
     NotKnown,
@@ -42,7 +42,7 @@ pub(super) enum Meant {
 
 impl Meant {
     fn if_so(is_meant: bool) -> Self {
-        if is_meant { Self::Yes(BTreeSet::new()) } else { Self::No }
+        if is_meant { Self::Yes(BTreeMap::new()) } else { Self::No }
     }
 }
 
@@ -74,38 +74,28 @@ impl Target {
                 Ok(Meant::if_so(!users.is_empty() && users.iter().all(|one| one == user)))
             }
             Self::ProcessOf { .. } => Ok(Meant::No),
-            Self::Slices(wanted) => Ok(compare_slices(wanted, shell.slices(pid).await?)),
+            Self::Slices(wanted) => Ok(compare_slices(wanted, shell.slices(pid).await?.as_ref())),
             Self::Container(id) => {
-                let around = shell.containers(pid).await?.into_iter();
-                let containers: BTreeSet<_> = around.filter(|one| one.id.starts_with(id.as_str())).collect();
+                let mut containers = shell.containers(pid).await?;
+                containers.retain(|one, _| one.starts_with(id.as_str()));
                 Ok(if containers.is_empty() { Meant::No } else { Meant::Yes(containers) })
             }
             Self::Signalled(stop) => {
-                if !stop.has(&shell.control_group(pid).await?) {
-                    return Ok(Meant::No);
-                }
-                Ok(Meant::if_so(match stop.effect() {
-                    SignalEffect::EndsAll => true,
-                    SignalEffect::Harmless => false,
-                    SignalEffect::AsksToEnd => {
-                        let program = shell.reception(pid, stop.signal).await?;
-                        let is_first = stop.to_all || pid == stop.first;
-                        let first =
-                            if is_first { program } else { shell.reception(stop.first, stop.signal).await? };
-                        Stop::ends(program, first)
-                    }
-                }))
+                let is_in_it = stop.has(&shell.control_group(pid).await?);
+                Ok(Meant::if_so(is_in_it && stop.may_end(shell, pid).await?))
             }
         }
     }
 }
 
-/// Compares the known slices of a process with the slices of the request.
-fn compare_slices(wanted: &[SliceId], known: Option<KnownSlices>) -> Meant {
-    let Some(KnownSlices { slices, is_certain }) = known else { return Meant::NotKnown };
-    let is_near = |slice: &SliceId| wanted.iter().any(|wanted| wanted.gpu == slice.gpu);
-    let is_placed = is_certain || slices.iter().any(is_near);
-    let has_one = slices.iter().any(|slice| wanted.contains(slice));
+/// Compares the known slices of a process with the slices of the request. A process that has the name of a GPU in the place of
+/// a slice may have any slice of the GPU.
+fn compare_slices(wanted: &[SliceId], known: Option<&Membership>) -> Meant {
+    let Some(Membership { slices, known_by }) = known else { return Meant::NotKnown };
+    let has_one = wanted.iter().any(|slice| slices.contains(&DeviceName::Slice(*slice)));
+    let is_slice = |name: &DeviceName| matches!(name, DeviceName::Slice(_));
+    let is_near = |name: &DeviceName| is_slice(name) && wanted.iter().any(|slice| slice.gpu == name.gpu());
+    let is_placed = known_by.is_certain() && slices.iter().all(is_slice) || slices.iter().any(is_near);
     if has_one || is_placed { Meant::if_so(has_one) } else { Meant::NotKnown }
 }
 
@@ -113,30 +103,33 @@ fn compare_slices(wanted: &[SliceId], known: Option<KnownSlices>) -> Meant {
 mod tests {
 
     use super::*;
+    use crate::register::KnownBy;
     use crate::terms::{GpuId, PciAddress};
 
-    fn slice(bus: u8, ordinal: u32) -> SliceId {
-        GpuId(PciAddress { bus, ..PciAddress::default() }).slice(ordinal)
+    fn gpu(bus: u8) -> GpuId {
+        GpuId(PciAddress { bus, ..PciAddress::default() })
+    }
+
+    fn slice(bus: u8, ordinal: u32) -> DeviceName {
+        DeviceName::Slice(gpu(bus).slice(ordinal))
     }
 
     #[test]
     fn a_process_has_the_wanted_slice_or_another_or_nobody_knows() {
-        let found = |slices: &[SliceId], is_certain| {
-            compare_slices(&[slice(6, 1)], Some(KnownSlices { slices: slices.to_vec(), is_certain }))
+        let found = |slices: &[DeviceName], known_by| {
+            compare_slices(&[gpu(6).slice(1)], Some(&Membership { slices: slices.to_vec(), known_by }))
         };
-        for is_certain in [true, false] {
-            let wanted = Meant::Yes(BTreeSet::new());
-            assert_eq!(found(&[slice(7, 3), slice(6, 1)], is_certain), wanted);
-            assert_eq!(
-                found(&[slice(7, 3), slice(6, 2)], is_certain),
-                Meant::No,
-                "another slice of this GPU"
-            );
+        for known_by in [KnownBy::Platform, KnownBy::Environment] {
+            let wanted = Meant::Yes(BTreeMap::new());
+            assert_eq!(found(&[slice(7, 3), slice(6, 1)], known_by), wanted);
+            assert_eq!(found(&[slice(7, 3), slice(6, 2)], known_by), Meant::No, "another slice of this GPU");
+            let any_of_gpu = DeviceName::Gpu(gpu(6));
+            assert_eq!(found(&[any_of_gpu], known_by), Meant::NotKnown, "it may have any slice of this GPU");
         }
-        assert_eq!(found(&[slice(7, 1)], true), Meant::No, "it has no other slice for certain");
+        assert_eq!(found(&[slice(7, 1)], KnownBy::Bound), Meant::No, "it has no other slice for certain");
         for claimed in [&[][..], &[slice(7, 1)]] {
-            assert_eq!(found(claimed, false), Meant::NotKnown, "{claimed:?}");
+            assert_eq!(found(claimed, KnownBy::Environment), Meant::NotKnown, "{claimed:?}");
         }
-        assert_eq!(compare_slices(&[slice(6, 1)], None), Meant::NotKnown);
+        assert_eq!(compare_slices(&[gpu(6).slice(1)], None), Meant::NotKnown);
     }
 }

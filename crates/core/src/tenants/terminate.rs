@@ -7,11 +7,11 @@ use alloc::vec::Vec;
 use core::mem;
 use core::time::Duration;
 
-use super::client_shell::{Connections, DaemonClients, ListedClient, known_clients};
-use super::end_client::{ClientEnd, end_client};
+use super::client_shell::{ClientEnd, Connections, DaemonClients, ListedClient, known_clients};
+use super::end_client::end_client;
 use super::target::{Meant, Target};
 use super::termination_error::{LeftClient, TerminationError, WhyLeft};
-use super::termination_shell::{EnclosingContainer, RequestNews, TerminationShell};
+use super::termination_shell::{RequestNews, TerminationShell};
 use crate::{CoreTime, GpuUuid, Permit};
 
 /// The first and the longest pause between two looks for clients that have not ended yet. The pause doubles after each look.
@@ -22,16 +22,20 @@ const LAST_PAUSE: Duration = Duration::from_secs(1);
 /// time may be a process that is just ending, which has no environment any more.
 const UNPLACED_FOR: Duration = Duration::from_secs(1);
 
+/// A client at one of its servers: the PIDs of the server and of the client.
+type AtServer = (u32, u32);
+
 /// A request to end GPU work, and the results so far. The caller can stop the request at each `await`;
 /// [`Termination::out_of_time`] is then the answer.
 pub struct Termination<T: TerminationShell> {
     target: Target,
     /// The processes whose work was ended, by server and client, with the connections that they had at that time. The handles
     /// distinguish these processes from later processes with the same PID.
-    ended: BTreeMap<(u32, u32), (T::Held, Connections)>,
+    ended: BTreeMap<AtServer, (T::Held, Connections)>,
     had_work: Vec<T::Owner>,
-    /// The clients that the request means and that still have work, or may have work, by server and client.
-    left: BTreeMap<(u32, u32), HeldClient<T>>,
+    /// The clients that the request means and that still have work, or may have work, by server and client, each with a handle
+    /// of its process.
+    left: BTreeMap<AtServer, (T::Held, LeftClient<T::Owner>)>,
     /// The reason why the last look may have missed clients. None if the last look has missed no client.
     doubt: Option<String>,
     has_found_any: bool,
@@ -47,12 +51,6 @@ pub struct Termination<T: TerminationShell> {
     only_hosts: bool,
 }
 
-/// A client that the request means, with a handle of its process.
-struct HeldClient<T: TerminationShell> {
-    held: T::Held,
-    client: LeftClient<T::Owner>,
-}
-
 /// A client that the request means, at one of its servers.
 struct MeantClient<T: TerminationShell> {
     control: T::Control,
@@ -63,15 +61,7 @@ struct MeantClient<T: TerminationShell> {
     connections: Connections,
     held: T::Held,
     /// The containers of the request that contain the client.
-    containers: BTreeSet<EnclosingContainer>,
-}
-
-/// The reason why a look at the clients may have missed some clients.
-enum WhyIncomplete {
-    /// A control daemon has not answered.
-    Silent(String),
-    /// The facts about a process can't be read, so the request may mean the process.
-    Unreadable { pid: u32, why: String },
+    containers: BTreeMap<String, bool>,
 }
 
 /// The clients that have work at one moment and that the request means.
@@ -79,10 +69,19 @@ struct RequestLook<T: TerminationShell> {
     found: Vec<MeantClient<T>>,
     /// The PIDs of clients without a known slice that use a GPU of the request's slices.
     unplaced: BTreeSet<u32>,
-    /// The first reason why the look may have missed clients. The request fails if the reason lasts.
-    trouble: Option<WhyIncomplete>,
+    /// The reason why a control daemon has not answered, so that the look may have missed clients.
+    silent: Option<String>,
+    /// The first process whose facts can't be read, so that the request may mean the process, and the reason.
+    unreadable: Option<(u32, String)>,
     /// True if the look has certainly missed no client.
     is_sure: bool,
+}
+
+impl<T: TerminationShell> RequestLook<T> {
+    /// Returns whether every control daemon has answered, and the facts about every client could be read.
+    fn has_read_all(&self) -> bool {
+        self.silent.is_none() && self.unreadable.is_none()
+    }
 }
 
 impl<T: TerminationShell> Termination<T> {
@@ -116,27 +115,26 @@ impl<T: TerminationShell> Termination<T> {
         }
         let mut pause = FIRST_PAUSE;
         loop {
-            let RequestLook { found: at_work, unplaced, trouble, is_sure } = self.find_clients(shell).await?;
-            let is_nobody_left =
-                at_work.is_empty() && unplaced.is_empty() && trouble.is_none() && self.doubt.is_none();
-            let is_certain = is_sure || self.is_nobody_left;
+            let look = self.find_clients(shell).await?;
+            let is_nobody_left = look.found.is_empty()
+                && look.unplaced.is_empty()
+                && look.has_read_all()
+                && self.doubt.is_none();
+            let is_certain = look.is_sure || self.is_nobody_left;
             self.is_nobody_left = is_nobody_left;
             if is_nobody_left && is_certain {
                 return self.answer();
             }
-            let others_are_done = at_work.is_empty();
+            let others_are_done = look.found.is_empty();
             // A process that can't be read makes the request fail, but the work of all other clients ends first.
-            self.end_work(shell, at_work).await?;
-            match trouble {
-                None => {}
-                Some(WhyIncomplete::Silent(why)) => {
-                    return Err(TerminationError::Silent { why, left: self.left() });
-                }
-                Some(WhyIncomplete::Unreadable { pid, why }) => {
-                    return Err(TerminationError::Unreadable { pid, why });
-                }
+            self.end_work(shell, look.found).await?;
+            if let Some(why) = look.silent {
+                return Err(TerminationError::Silent { why, left: self.left() });
             }
-            self.look_at_unplaced(shell, unplaced, others_are_done).await?;
+            if let Some((pid, why)) = look.unreadable {
+                return Err(TerminationError::Unreadable { pid, why });
+            }
+            self.look_at_unplaced(shell, look.unplaced, others_are_done).await?;
             shell.pause(pause).await;
             pause = (pause * 2).min(LAST_PAUSE);
         }
@@ -157,7 +155,7 @@ impl<T: TerminationShell> Termination<T> {
     }
 
     fn left(&self) -> Vec<LeftClient<T::Owner>> {
-        self.left.values().map(|one| one.client.clone()).collect()
+        self.left.values().map(|(_, client)| client.clone()).collect()
     }
 
     /// The answer for the moment at which no client that the request means has work any more.
@@ -181,13 +179,12 @@ impl<T: TerminationShell> Termination<T> {
 
     /// Finds the clients that the request means, and the reason why the search may have missed some clients.
     async fn find_clients(&mut self, shell: &mut T) -> Result<RequestLook<T>, TerminationError<T::Owner>> {
-        let mut look =
-            RequestLook { found: Vec::new(), unplaced: BTreeSet::new(), trouble: None, is_sure: true };
-        let (known, missing) = known_clients(shell.list().await);
+        let (known, silent) = known_clients(shell.list().await);
+        let (found, unplaced) = (Vec::new(), BTreeSet::new());
+        let mut look = RequestLook { found, unplaced, silent, unreadable: None, is_sure: true };
         shell.begin_look();
         // A process that has ended is forgotten: another process may have its PID now.
-        self.left.retain(|_, one| shell.is_alive(&one.held));
-        look.trouble = missing.map(WhyIncomplete::Silent);
+        self.left.retain(|_, (held, _)| shell.is_alive(held));
         self.doubt = None;
         for (control, mut daemon) in known {
             let has_one_gpu = has_one_gpu(daemon.gpus.as_deref());
@@ -207,9 +204,9 @@ impl<T: TerminationShell> Termination<T> {
         self.narrow(&mut look)?;
         self.has_found_any |= !look.found.is_empty();
         look.found.retain(|one| !self.has_ended(shell, one));
-        let is_complete = look.is_sure && look.trouble.is_none() && self.doubt.is_none();
+        let is_complete = look.is_sure && look.has_read_all() && self.doubt.is_none();
         let is_found = |key| look.found.iter().any(|one| (one.server, one.pid) == key);
-        self.left.retain(|key, one| is_found(*key) || !is_complete && shell.is_alive(&one.held));
+        self.left.retain(|key, (held, _)| is_found(*key) || !is_complete && shell.is_alive(held));
         Ok(look)
     }
 
@@ -219,15 +216,14 @@ impl<T: TerminationShell> Termination<T> {
         shell: &mut T,
         look: &mut RequestLook<T>,
         (control, gpus): (&T::Control, Option<&Vec<GpuUuid>>),
-        (server, pid): (u32, u32),
+        (server, pid): AtServer,
         client: ListedClient,
     ) {
-        let unreadable = |why| WhyIncomplete::Unreadable { pid, why };
         let held = match shell.hold(pid) {
             Ok(Some(held)) => held,
             Ok(None) => return,
             Err(why) => {
-                look.trouble.get_or_insert(unreadable(why));
+                look.unreadable.get_or_insert((pid, why));
                 return;
             }
         };
@@ -256,13 +252,11 @@ impl<T: TerminationShell> Termination<T> {
                     // the request runs out of time.
                     let owner = shell.owner(pid).await;
                     let client = LeftClient { pid, owner, why: WhyLeft::AtWork };
-                    self.left
-                        .entry((server, pid))
-                        .or_insert_with(|| HeldClient { held: found.held.clone(), client });
+                    self.left.entry((server, pid)).or_insert_with(|| (found.held.clone(), client));
                 }
                 look.found.push(found);
             }
-            Err(why) => _ = look.trouble.get_or_insert(unreadable(why)),
+            Err(why) => _ = look.unreadable.get_or_insert((pid, why)),
         }
     }
 
@@ -270,20 +264,21 @@ impl<T: TerminationShell> Termination<T> {
     /// containers of the host's own runtime come first.
     fn narrow(&mut self, look: &mut RequestLook<T>) -> Result<(), TerminationError<T::Owner>> {
         let Target::Container(id) = &self.target else { return Ok(()) };
-        let is_the_hosts = |one: &MeantClient<T>| one.containers.iter().any(|one| one.is_the_hosts);
+        let is_the_hosts = |one: &MeantClient<T>| one.containers.values().any(|is_the_hosts| *is_the_hosts);
         self.only_hosts |= look.found.iter().any(is_the_hosts);
-        let all = look.found.iter().flat_map(|found| found.containers.iter().cloned());
-        let mut containers: BTreeSet<EnclosingContainer> = all.collect();
         if self.only_hosts {
-            containers.retain(|one| one.is_the_hosts);
             let (found, others): (_, Vec<_>) = mem::take(&mut look.found).into_iter().partition(is_the_hosts);
             look.found = found;
             for other in others {
                 self.left.remove(&(other.server, other.pid));
             }
         }
-        if containers.len() > 1 {
-            let found = containers.into_iter().map(|one| one.id).collect();
+        let containers = look.found.iter().flat_map(|found| &found.containers);
+        let counts =
+            |(id, is_the_hosts): (&String, &bool)| (*is_the_hosts || !self.only_hosts).then(|| id.clone());
+        let found: BTreeSet<String> = containers.filter_map(counts).collect();
+        if found.len() > 1 {
+            let found = found.into_iter().collect();
             return Err(TerminationError::SeveralContainers { id: id.clone(), found });
         }
         Ok(())
@@ -331,13 +326,13 @@ impl<T: TerminationShell> Termination<T> {
                 return Some(why);
             }
             ClientEnd::NotKnown(why) => {
-                if let Some(one) = self.left.get(&key) {
-                    shell.tell_of_request(RequestNews::MayHaveEnded, server, pid, &one.client.owner);
+                if let Some((_, client)) = self.left.get(&key) {
+                    shell.tell_of_request(RequestNews::MayHaveEnded, server, pid, &client.owner);
                 }
                 return Some(why);
             }
         }
-        if let Some(HeldClient { client, .. }) = self.left.remove(&key) {
+        if let Some((_, client)) = self.left.remove(&key) {
             shell.tell_of_request(RequestNews::Ended, server, pid, &client.owner);
             self.had_work.push(client.owner);
         }
@@ -348,9 +343,9 @@ impl<T: TerminationShell> Termination<T> {
         None
     }
 
-    fn is_left(&mut self, key: (u32, u32), why: WhyLeft) {
-        if let Some(one) = self.left.get_mut(&key) {
-            one.client.why = why;
+    fn is_left(&mut self, key: AtServer, why: WhyLeft) {
+        if let Some((_, client)) = self.left.get_mut(&key) {
+            client.why = why;
         }
     }
 

@@ -1,31 +1,25 @@
 //! The questions and acts that a request to end GPU work needs, besides those of `client_shell.rs`.
 
+use alloc::collections::BTreeMap;
 use alloc::string::String;
 use alloc::vec::Vec;
 use core::fmt;
 
 use super::client_shell::ClientShell;
-use super::stop::Reception;
 use crate::GpuUuid;
+use crate::register::Membership;
 use crate::serve::ClientsOnGpus;
 use crate::terms::SliceId;
 
-/// The slices that a process is known to have.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub struct KnownSlices {
-    /// The slices of the process.
-    pub slices: Vec<SliceId>,
-    /// True if no program in the process's container can change the slices, so that the process has no other slices. False if
-    /// the slices come from the environment, which the process can write.
-    pub is_certain: bool,
-}
-
-/// A container that contains a process.
-#[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
-pub struct EnclosingContainer {
-    pub id: String,
-    /// True if the host's own container runtime has made the container. False if a program in a container may have made it.
-    pub is_the_hosts: bool,
+/// The effect of a signal on a process.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Reception {
+    /// The process has a handler for the signal, or blocks the signal and waits for it.
+    Handled,
+    /// The process ignores the signal. The first process of a PID namespace ignores every signal for which it has no handler.
+    Ignored,
+    /// The signal ends the process.
+    Fatal,
 }
 
 /// The kind of a message about a request to end GPU work.
@@ -50,13 +44,12 @@ pub trait TerminationShell: ClientShell {
     fn users(&mut self, pid: u32) -> impl Future<Output = Result<Vec<u32>, String>> + Send;
 
     /// The slices that a process is known to have. None if the slices of the process are not known.
-    fn slices(&mut self, pid: u32) -> impl Future<Output = Result<Option<KnownSlices>, String>> + Send;
+    fn slices(&mut self, pid: u32) -> impl Future<Output = Result<Option<Membership>, String>> + Send;
 
-    /// The containers that contain a process, with ids in lower case.
-    fn containers(
-        &mut self,
-        pid: u32,
-    ) -> impl Future<Output = Result<Vec<EnclosingContainer>, String>> + Send;
+    /// The containers that contain a process, by their ids in lower case. The value is true if the host's own container runtime
+    /// has made the container, and false if a program in a container may have made it.
+    fn containers(&mut self, pid: u32)
+    -> impl Future<Output = Result<BTreeMap<String, bool>, String>> + Send;
 
     /// The path of the control group of a process.
     fn control_group(&mut self, pid: u32) -> impl Future<Output = Result<String, String>> + Send;
