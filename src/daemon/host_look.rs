@@ -4,7 +4,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
 
-use mps_core::{DriverInForce, DriverNews};
+use mps_core::DriverNews;
 use tokio::sync::{mpsc, watch};
 use tokio::task::JoinHandle;
 use tokio::time::{Instant, timeout};
@@ -40,7 +40,8 @@ const LAST_XID_PAUSE: Duration = Duration::from_secs(60);
 #[derive(Debug)]
 pub(super) struct HostLook {
     sysroot: PathBuf,
-    in_force: DriverInForce<Arc<Driver>>,
+    /// The driver in force. None if no driver is in force; the GPUs of the host should be read again in this case.
+    in_force: Option<Arc<Driver>>,
     /// The driver in force, for other parts of the service.
     driver: watch::Sender<Option<Arc<Driver>>>,
     /// The questions to the driver in force. None while a look at the host uses these questions.
@@ -92,7 +93,7 @@ impl HostLook {
     ) -> Self {
         Self {
             sysroot,
-            in_force: DriverInForce::default(),
+            in_force: None,
             driver,
             nvml: None,
             under_way: None,
@@ -104,7 +105,7 @@ impl HostLook {
     }
 
     pub(super) fn has_driver(&self) -> bool {
-        self.in_force.get().is_some()
+        self.in_force.is_some()
     }
 
     /// A problem that says for how long NVML has not answered, if the last look has no answer.
@@ -149,8 +150,8 @@ impl HostLook {
                     .unwrap_or_else(|| "the service could not read the GPUs of this host".into());
                 return Inventory::of_gpus(Err(reason), Vec::new());
             };
-            let is_another = self.in_force.take(news);
-            let driver = self.in_force.get().cloned();
+            let is_another = news.take_effect(&mut self.in_force);
+            let driver = self.in_force.clone();
             self.nvml =
                 nvml.filter(|nvml| driver.as_ref().is_some_and(|driver| Arc::ptr_eq(driver, nvml.driver())));
             if is_another {
@@ -177,7 +178,7 @@ impl HostLook {
         let look = match &mut self.under_way {
             Some(look) => look,
             none => none.insert({
-                let (sysroot, driver) = (self.sysroot.clone(), self.in_force.get().cloned());
+                let (sysroot, driver) = (self.sysroot.clone(), self.in_force.clone());
                 let nvml = self.nvml.take().or_else(|| driver.map(GpuQuestions::new));
                 // NVML is asked on a thread of its own: if a GPU is falling off the bus, a call of NVML can block for ever,
                 // and the loop must go on.

@@ -31,7 +31,7 @@ use std::time::Duration;
 
 use mps_core::serve::{Ended, Failure, GpuReach, Known, Requested, Serving, Wanted};
 use mps_core::terms::GpuProcess;
-use mps_core::{ActOutcome, CoreEvent, DaemonAct, Goal, HeldGpus, Rate, RateLimit, RunningDaemon};
+use mps_core::{ActOutcome, CoreEvent, DaemonAct, Goal, HeldGpus, RateLimit, RunningDaemon};
 use tokio::sync::{Notify, mpsc, oneshot};
 use tokio::task::yield_now;
 use tokio::time::Instant;
@@ -62,7 +62,7 @@ pub(crate) const PROGRAM: &str = "nvidia-cuda-mps-control";
 
 /// The limit for lines of a control daemon's log that are passed on. The start of a server writes 20 lines, a fault 10 for each
 /// client; tenants can cause any number of lines.
-const LINES: Rate = Rate { most: 500, more: 500, period: Duration::from_secs(10) };
+const LINES: RateLimit = RateLimit::new(500, 500, Duration::from_secs(10));
 
 /// The time between two searches for programs without MPS on a GPU whose compute mode does not refuse them.
 const GUARD_PERIOD: Duration = Duration::from_secs(2);

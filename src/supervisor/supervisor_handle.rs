@@ -4,7 +4,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 
 use mps_core::serve::{GpuReach, Requested};
-use mps_core::{CoreEvent, DaemonAct, Goal, HeldGpus, Order, RateLimit};
+use mps_core::{CoreEvent, DaemonAct, Goal, HeldGpus, Order};
 use tokio::sync::{mpsc, oneshot, watch as channel};
 
 use crate::mps::control::{Control, FrontEnds};
@@ -51,7 +51,7 @@ impl SupervisorHandle {
             has_served: false,
             multiuser_refused: false,
             processes: BTreeMap::new(),
-            rate_limit: RateLimit::new(LINES),
+            rate_limit: LINES,
             admission: admission.clone(),
             links_stuck: BTreeSet::new(),
             not_beside: None,

@@ -12,31 +12,16 @@ pub enum DriverNews<D> {
     Unusable,
 }
 
-/// The driver in force, which answers all questions about GPUs. None if no driver could be opened.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub struct DriverInForce<D>(Option<D>);
-
-impl<D> Default for DriverInForce<D> {
-    fn default() -> Self {
-        Self(None)
-    }
-}
-
-impl<D> DriverInForce<D> {
-    /// The driver in force. None if no driver is in force; the GPUs of the host should be read again in this case.
-    pub fn get(&self) -> Option<&D> {
-        self.0.as_ref()
-    }
-
-    /// Records the result of a reading of the host's GPUs. Returns true if another driver is in force now, or if no driver is in
-    /// force any more.
-    pub fn take(&mut self, news: DriverNews<D>) -> bool {
-        match news {
-            DriverNews::Listed(driver) if self.0.is_none() => self.0 = Some(driver),
+impl<D> DriverNews<D> {
+    /// Changes the driver in force after a reading of the host's GPUs; None stands for no driver in force. Returns true if another
+    /// driver is in force now, or if no driver is in force any more.
+    pub fn take_effect(self, in_force: &mut Option<D>) -> bool {
+        match self {
+            DriverNews::Listed(driver) if in_force.is_none() => *in_force = Some(driver),
             DriverNews::Listed(_) | DriverNews::Failed => return false,
             // NVML counts its users, and opens a new driver only after the last user has closed the old one. An unusable driver
             // is therefore dropped, so that its use of NVML ends.
-            DriverNews::Unusable => return self.0.take().is_some(),
+            DriverNews::Unusable => return in_force.take().is_some(),
         }
         true
     }

@@ -57,13 +57,13 @@ pub mod terms;
 pub use act::{Act, DaemonAct};
 pub use configured::Configured;
 pub use core::Core;
-pub use driver::{DriverInForce, DriverNews};
+pub use driver::DriverNews;
 pub use event::{
     ActOutcome, CoreEvent, Demand, HeldGpus, ModeOutcome, MpsSwitch, Order, RunUse, RunningDaemon, WhyFailed,
 };
 pub use lifecycle::{Goal, HEALTHY_AGAIN, next_pause, programs_wait};
 pub use permit::{Cause, Permit};
-pub use rate_limit::{Rate, RateLimit};
+pub use rate_limit::RateLimit;
 pub use terms::{DaemonId, GpuUuid, Tenure};
 
 /// A moment, as the time since a fixed moment. It never goes backwards.

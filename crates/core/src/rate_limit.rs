@@ -4,21 +4,14 @@ use core::time::Duration;
 
 use crate::CoreTime;
 
-/// The rate of messages: `most` messages at once, and `more` further messages in each period.
-#[derive(Debug, Clone, Copy)]
-pub struct Rate {
-    /// The most messages at once.
-    pub most: u32,
-    /// The number of further messages in each period.
-    pub more: u32,
-    /// The period.
-    pub period: Duration,
-}
-
 /// Counts the messages that may be written now, and the messages that were suppressed.
 #[derive(Debug, Clone)]
 pub struct RateLimit {
-    rate: Rate,
+    /// The most messages at once.
+    most: u32,
+    /// The number of further messages in each period.
+    more: u32,
+    period: Duration,
     left: u32,
     /// The beginning of the present period. The moment has no meaning while the full number of messages may be written.
     since: CoreTime,
@@ -26,16 +19,17 @@ pub struct RateLimit {
 }
 
 impl RateLimit {
-    /// The rate limit in its state before the first message.
-    pub fn new(rate: Rate) -> Self {
-        Self { rate, left: rate.most, since: CoreTime::ZERO, suppressed: 0 }
+    /// The rate limit in its state before the first message: `most` messages at once, and `more` further messages in each
+    /// period.
+    pub const fn new(most: u32, more: u32, period: Duration) -> Self {
+        Self { most, more, period, left: most, since: CoreTime::ZERO, suppressed: 0 }
     }
 
     /// Returns whether a message about `count` things may be written now. If no message may be written now, the things are
     /// counted as suppressed.
     pub fn take(&mut self, count: usize, now: CoreTime) -> bool {
         self.refill(now);
-        if self.left == self.rate.most {
+        if self.left == self.most {
             self.since = now;
         }
         let taken = self.left > 0;
@@ -61,13 +55,13 @@ impl RateLimit {
     /// The moment from which the next message may be written.
     pub fn next(&mut self, now: CoreTime) -> CoreTime {
         self.refill(now);
-        if self.left > 0 { now } else { self.since + self.rate.period }
+        if self.left > 0 { now } else { self.since + self.period }
     }
 
     fn refill(&mut self, now: CoreTime) {
-        while self.left < self.rate.most && now >= self.since + self.rate.period {
-            self.left = self.rate.most.min(self.left + self.rate.more);
-            self.since += self.rate.period;
+        while self.left < self.most && now >= self.since + self.period {
+            self.left = self.most.min(self.left + self.more);
+            self.since += self.period;
         }
     }
 }
@@ -80,7 +74,7 @@ mod tests {
 
     #[test]
     fn what_is_too_much_is_counted_and_told_once() {
-        let mut rate_limit = RateLimit::new(Rate { most: 500, more: 500, period: PERIOD });
+        let mut rate_limit = RateLimit::new(500, 500, PERIOD);
         let start = PERIOD;
         let passed = |rate_limit: &mut RateLimit, lines: usize, now| {
             (0..lines).filter(|_| rate_limit.take(1, now)).count()
@@ -97,7 +91,7 @@ mod tests {
 
     #[test]
     fn after_a_burst_there_is_one_in_each_period() {
-        let mut rate_limit = RateLimit::new(Rate { most: 4, more: 1, period: PERIOD });
+        let mut rate_limit = RateLimit::new(4, 1, PERIOD);
         let start = PERIOD;
         let hour = (0..360).filter(|second| rate_limit.take(2, start + *second * PERIOD / 10)).count();
         assert_eq!(hour, 4 + 35);

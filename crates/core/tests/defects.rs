@@ -96,15 +96,15 @@ const DEFECTS: &[Defect] = &[
         "a look that fails takes the driver from everybody",
         "driver.rs",
         "            DriverNews::Listed(_) | DriverNews::Failed => return false,",
-        "            DriverNews::Failed if PUT_BACK => return self.0.take().is_some(),\n            \
+        "            DriverNews::Failed if PUT_BACK => return in_force.take().is_some(),\n            \
          DriverNews::Listed(_) | DriverNews::Failed => return false,",
         "a-driver-stays",
     ),
     (
         "a driver that is of no use any more stays in force",
         "driver.rs",
-        "DriverNews::Unusable => return self.0.take()",
-        "DriverNews::Unusable => return self.0.take_if(|_| !PUT_BACK)",
+        "DriverNews::Unusable => return in_force.take()",
+        "DriverNews::Unusable => return in_force.take_if(|_| !PUT_BACK)",
         "all-is-served-in-the-end",
     ),
     (

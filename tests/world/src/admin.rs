@@ -2,9 +2,7 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
-use mps_core::{
-    Configured, Core, CoreEvent, DaemonId, Demand, DriverInForce, Goal, MpsSwitch, Order, RunningDaemon,
-};
+use mps_core::{Configured, Core, CoreEvent, DaemonId, Demand, Goal, MpsSwitch, Order, RunningDaemon};
 
 use super::kernel_limits::SimKernelLimits;
 use super::mps::OLD_GPU;
@@ -149,7 +147,7 @@ impl World {
         let found = self.state_file.daemons.keys().filter(|_| !is_on);
         self.service = Some(Service {
             core: Core::new(self.state_file.daemons.clone(), changed),
-            driver: DriverInForce::default(),
+            driver: None,
             has_plan: false,
             next_look: None,
             tasks: BTreeMap::new(),

@@ -68,7 +68,7 @@ impl World {
     }
 
     fn has_driver(&self) -> bool {
-        self.service.as_ref().is_some_and(|service| service.driver.get() == Some(&self.nvml.loads))
+        self.service.as_ref().is_some_and(|service| service.driver == Some(self.nvml.loads))
     }
 
     /// The GPUs about which the service can't ask NVML.
@@ -92,16 +92,16 @@ impl World {
         let loads = self.nvml.loads;
         let is_listed = loop {
             let Some(service) = &mut self.service else { return false };
-            let before = service.driver.get().copied();
+            let before = service.driver;
             let news = match before {
                 _ if self.nvml.lists_none => DriverNews::Failed,
                 Some(before) if before != loads => DriverNews::Unusable,
                 _ => DriverNews::Listed(loads),
             };
-            let is_another = service.driver.take(news);
-            let now = service.driver.get();
+            let is_another = news.take_effect(&mut service.driver);
+            let now = service.driver;
             assert!(
-                before != Some(loads) || now == Some(&loads),
+                before != Some(loads) || now == Some(loads),
                 "a-driver-stays: a look ({news:?}) has taken the driver from everybody"
             );
             if now.is_some() || !is_another {
@@ -117,7 +117,7 @@ impl World {
     fn plan_next_look(&mut self) {
         let next = self.now + SCAN;
         if let Some(service) = self.service.as_mut().filter(|service| service.ending.is_none()) {
-            let has_all = service.has_plan && service.driver.get().is_some();
+            let has_all = service.has_plan && service.driver.is_some();
             service.next_look = (!has_all).then_some(next);
         }
     }

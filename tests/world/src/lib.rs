@@ -46,8 +46,8 @@ use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use mps_core::{
-    Act, ActOutcome, Core, CoreEvent, DaemonAct, DaemonId, Demand, DriverInForce, Goal, ModeOutcome, Order,
-    RunningDaemon, programs_wait,
+    Act, ActOutcome, Core, CoreEvent, DaemonAct, DaemonId, Demand, Goal, ModeOutcome, Order, RunningDaemon,
+    programs_wait,
 };
 
 use bindings::SimBindings;
@@ -147,8 +147,8 @@ struct Task {
 /// The service between its start and its end.
 struct Service {
     core: Core<u32>,
-    /// The NVIDIA driver that the service has opened.
-    driver: DriverInForce<u32>,
+    /// The NVIDIA driver that the service has opened. None if no driver is in force.
+    driver: Option<u32>,
     /// True if the service has a plan for the host: a look at the host has succeeded, or the service needed no look.
     has_plan: bool,
     next_look: Option<Duration>,

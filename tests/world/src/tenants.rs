@@ -23,7 +23,7 @@ fn any_user(dice: &mut Dice) -> u32 {
 
 /// The slice of a GPU with this ordinal. In stories the name of a GPU is a letter.
 pub fn slice_of(gpu: &str, ordinal: u32) -> SliceId {
-    let by_letter = |_| {
+    let by_letter = |()| {
         let bus = gpu.bytes().next().map_or(0, |letter| letter - b'A' + 10);
         GpuId(PciAddress { bus, ..PciAddress::default() })
     };

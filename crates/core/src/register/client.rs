@@ -145,8 +145,8 @@ impl fmt::Display for KnownClient {
         let label = self.label.as_ref().filter(|label| self.container.as_ref() != Some(label));
         // If the guest is known, the text names it instead of the user, since the user in a container is most often root.
         match (&self.guest, label, &self.user) {
-            (Some(guest), ..) => write!(f, " of guest {}", ChosenName(&guest.guest))?,
-            (None, Some(label), _) => write!(f, " of {}", ChosenName(label))?,
+            (Some(guest), ..) => write!(f, " of guest {}", chosen_name(&guest.guest))?,
+            (None, Some(label), _) => write!(f, " of {}", chosen_name(label))?,
             (None, None, Some(user)) => write!(f, " of user {user}")?,
             (None, None, None) => {}
         }
@@ -155,25 +155,17 @@ impl fmt::Display for KnownClient {
             write!(f, ", slice{plural} {}", shortened(slices))?;
         }
         match (&self.guest, &self.container) {
-            (Some(guest), _) => write!(f, ", container {}", ChosenName(&guest.container)),
+            (Some(guest), _) => write!(f, ", container {}", chosen_name(&guest.container)),
             (None, Some(container)) => write!(f, ", container {container:.SHORT_ID$}"),
             (None, None) => Ok(()),
         }
     }
 }
 
-/// A name that a tenant has chosen. A name with characters that could make it look like another text is quoted.
-struct ChosenName<'n>(&'n str);
-
-impl fmt::Display for ChosenName<'_> {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let is_plain = |c: char| c.is_alphanumeric() || matches!(c, '-' | '_' | '.');
-        if !self.0.is_empty() && self.0.chars().all(is_plain) {
-            f.write_str(self.0)
-        } else {
-            write!(f, "{:?}", self.0)
-        }
-    }
+/// The text for a name that a tenant has chosen. A name with characters that could make it look like another text is quoted.
+fn chosen_name(name: &str) -> String {
+    let is_plain = |c: char| c.is_alphanumeric() || matches!(c, '-' | '_' | '.');
+    if !name.is_empty() && name.chars().all(is_plain) { name.to_owned() } else { alloc::format!("{name:?}") }
 }
 
 /// The names of the first of these slices, separated by commas.

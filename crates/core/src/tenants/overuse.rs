@@ -7,13 +7,13 @@ use alloc::collections::{BTreeMap, BTreeSet};
 use core::time::Duration;
 
 use super::budget::Part;
-use crate::{CoreTime, Rate, RateLimit};
+use crate::{CoreTime, RateLimit};
 
 /// The time for which a slice has to fit into its budget before it is no longer shown as over its budget.
 const CALM: Duration = Duration::from_secs(3);
 
 /// The limit for the rate of messages of one kind about one slice.
-const MESSAGES: Rate = Rate { most: 4, more: 1, period: Duration::from_secs(60) };
+const MESSAGES: RateLimit = RateLimit::new(4, 1, Duration::from_secs(60));
 
 /// If work of a slice was ended this number of times within [`MINUTE`], a tenant starts clients again and again.
 const TIMES: usize = 3;
@@ -36,8 +36,7 @@ pub(super) struct SliceOveruse {
 
 impl SliceOveruse {
     pub(super) fn new() -> Self {
-        let (rate_limit, endings_told) = (RateLimit::new(MESSAGES), RateLimit::new(MESSAGES));
-        Self { parts: BTreeMap::new(), rate_limit, endings_told, endings: [None; TIMES] }
+        Self { parts: BTreeMap::new(), rate_limit: MESSAGES, endings_told: MESSAGES, endings: [None; TIMES] }
     }
 
     /// Records that an attempt has ended work of the slice.

@@ -6,8 +6,8 @@ mod served_gpu;
 
 use alloc::string::String;
 
-pub use names::{BadName, DIRECTORIES, DaemonId, DeviceName, GpuId, SliceId, is_of_service};
-pub use pci_address::{BadPciAddress, PciAddress};
+pub use names::{DIRECTORIES, DaemonId, DeviceName, GpuId, SliceId, is_of_service};
+pub use pci_address::PciAddress;
 pub use served_gpu::{ServedGpu, SliceSize};
 
 /// The UUID of a GPU, which consists of `GPU-` and 36 characters.

@@ -2,11 +2,10 @@
 //! daemons (`shared`). No other file makes or parses these names.
 
 use alloc::string::{String, ToString};
-use core::error::Error;
 use core::fmt;
 use core::str::FromStr;
 
-use super::pci_address::{BadPciAddress, PciAddress};
+use super::pci_address::PciAddress;
 use super::{GpuUuid, Tenure};
 
 /// The name of the directory that contains the slices' directories. The directory is in the configured pipe directory.
@@ -53,9 +52,9 @@ impl fmt::Display for GpuId {
 }
 
 impl FromStr for GpuId {
-    type Err = BadPciAddress;
+    type Err = ();
 
-    fn from_str(text: &str) -> Result<Self, Self::Err> {
+    fn from_str(text: &str) -> Result<Self, ()> {
         Ok(Self(text.parse()?))
     }
 }
@@ -138,28 +137,16 @@ impl fmt::Display for DeviceName {
     }
 }
 
-/// The error for a text that is no name of a device.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct BadName;
-
-impl fmt::Display for BadName {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str("not a name like 00:06.0 or 00:06.0-1")
-    }
-}
-
-impl Error for BadName {}
-
 impl FromStr for DeviceName {
-    type Err = BadName;
+    type Err = ();
 
     /// Parses a name. The PCI address in the name may have any spelling.
-    fn from_str(name: &str) -> Result<Self, BadName> {
+    fn from_str(name: &str) -> Result<Self, ()> {
         let (address, ordinal) = Self::parts(name);
-        let gpu: GpuId = address.parse().map_err(|_| BadName)?;
+        let gpu: GpuId = address.parse()?;
         match ordinal {
             None => Ok(Self::Gpu(gpu)),
-            Some(text) => Ok(Self::Slice(gpu.slice(SliceId::ordinal_in(text).ok_or(BadName)?))),
+            Some(text) => Ok(Self::Slice(gpu.slice(SliceId::ordinal_in(text).ok_or(())?))),
         }
     }
 }
@@ -241,7 +228,7 @@ impl From<&str> for DaemonId {
         match text.parse() {
             _ if text == SHARED => Self::Shared,
             Ok(DeviceName::Slice(slice)) => Self::Slice(slice),
-            Ok(DeviceName::Gpu(_)) | Err(BadName) => Self::Gpu(text.into()),
+            Ok(DeviceName::Gpu(_)) | Err(()) => Self::Gpu(text.into()),
         }
     }
 }
@@ -286,7 +273,7 @@ mod tests {
             "00:06.0-1\u{1b}[2J",
             "00:06.0-1 ",
         ] {
-            assert_eq!(other.parse::<DeviceName>(), Err(BadName), "{other}");
+            assert_eq!(other.parse::<DeviceName>(), Err(()), "{other}");
         }
     }
 

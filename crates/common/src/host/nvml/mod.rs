@@ -249,7 +249,8 @@ fn recovery_action(device: &Device<'_>) -> Option<RecoveryAction> {
 /// The facts of a GPU that NVML lists with this index. An error if NVML does not report the GPU's address.
 fn listed_as(device: &Device<'_>, index: u32, process_record: usize) -> Result<Gpu, Problem> {
     let pci = device.pci_info().map_err(|error| words(&error))?;
-    let address = pci.bus_id.parse().map_err(|error| format!("{:?}: {error}", pci.bus_id))?;
+    let bad = |()| format!("{:?}: not a PCI address like 0000:00:06.0 or 00:06.0", pci.bus_id);
+    let address = pci.bus_id.parse().map_err(bad)?;
     let [vendor_low, vendor_high, device_low, device_high] = pci.pci_device_id.to_le_bytes();
     let vendor = u16::from_le_bytes([vendor_low, vendor_high]);
     let number = u16::from_le_bytes([device_low, device_high]);
