@@ -18,6 +18,7 @@ use common::published::usage::InUse;
 use common::published::usage::{GpuUse, SliceUse};
 use mps_core::HeldGpus;
 use mps_core::bindings::Binding;
+use mps_core::links::Way;
 use mps_core::terms::SliceId;
 
 /// The most bindings of a slice that the Snapshot names: the label of a binding may have hundreds of bytes.
@@ -300,8 +301,8 @@ fn kernel_limits(
 
 fn unlinked(plan: &GpuPlan, status: &Status) -> BTreeMap<u32, String> {
     let why = |ordinal| {
-        let directory = plan.slice(ordinal).directory_name();
-        Some((ordinal, status.missing_links.slices.get(&directory)?.clone()))
+        let way = Way::Slice(plan.slice(ordinal).directory_name());
+        Some((ordinal, status.missing_links.get(&way)?.clone()))
     };
     (0..plan.slices()).filter_map(why).collect()
 }
@@ -317,7 +318,7 @@ fn astray(parts: &Parts<'_>, gpus: &[Arc<GpuView>]) -> Option<String> {
     let pipe = |status: &Status| {
         Some(format!(
             "clients can't connect in the pipe directory: {reason}",
-            reason = status.missing_links.pipe.as_ref()?
+            reason = status.missing_links.get(&Way::Pipe)?
         ))
     };
     let mut set = gpus.iter().filter(|gpu| !being_set(parts, gpu));

@@ -2,11 +2,11 @@
 //! loop can remove the links of a drained slice before it answers the request to drain, even while the supervisor waits for
 //! something. The core (`crates/core`) decides which links there should be.
 
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
 use std::path::PathBuf;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-use mps_core::links::{Bad, Directories, Linked, Links, MissingLinks, SocketId, WantedLinks, Way};
+use mps_core::links::{Bad, Directories, Linked, Links, SocketId, WantedLinks, Way};
 use tokio::sync::Notify;
 
 use crate::mps::links_on_disk::{self, SliceDirectories, Socket, close_pipe};
@@ -119,8 +119,7 @@ impl SharedAdmission {
     pub(super) fn keep_waiting(&self) -> Result<(), String> {
         self.lock().links.keep_waiting();
         self.apply()?;
-        let missing = self.missing();
-        let open: Vec<String> = missing.pipe.into_iter().chain(missing.slices.into_values()).collect();
+        let open: Vec<String> = self.missing().into_values().collect();
         if open.is_empty() { Ok(()) } else { Err(open.join("; ")) }
     }
 
@@ -170,19 +169,19 @@ impl SharedAdmission {
         links.release_for_good(directories);
     }
 
-    pub(super) fn missing(&self) -> MissingLinks {
+    pub(super) fn missing(&self) -> BTreeMap<Way, String> {
         self.lock().links.missing().clone()
     }
 
     pub(super) fn take_news(&self) -> LinkNews {
         let Admission { links, directories } = &mut *self.lock();
-        let (events, slices_in) = (links.take_events(), links.slices_in());
+        let ((renewed, stuck), slices_in) = (links.take_events(), links.slices_in());
         let path = |way| match way {
             Way::Pipe => directories.running.as_ref().map(|running| running.pipe_directory.clone()),
             Way::Slice(name) => slices_in.as_ref().map(|parent| parent.join(name)),
         };
-        let renewed = events.renewed.into_iter().filter_map(path).collect();
-        LinkNews { renewed, moved: std::mem::take(&mut directories.moved), stuck: events.stuck }
+        let renewed = renewed.into_iter().filter_map(path).collect();
+        LinkNews { renewed, moved: std::mem::take(&mut directories.moved), stuck }
     }
 
     /// The directory that contains a directory for each slice. The links in the slices' directories point to the

@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::time::{Duration, SystemTime};
 
-use mps_core::links::MissingLinks;
+use mps_core::links::Way;
 use mps_core::serve::{Showing, ShownAs, ShownGpu, ShownState};
 use mps_core::terms::{DaemonId, ProcessId};
 use tokio::sync::{Notify, watch};
@@ -71,7 +71,7 @@ pub(crate) struct Status {
     /// True if the control daemon runs, and ends as soon as it has no client.
     pub ends_when_idle: bool,
     /// The slices whose directory has no link to the control daemon, with the reasons.
-    pub missing_links: MissingLinks,
+    pub missing_links: BTreeMap<Way, String>,
     /// The last events about the control daemon, oldest first.
     pub events: Events,
 }
@@ -195,7 +195,7 @@ impl Reporter {
             put_off: false,
             waits: None,
             ends_when_idle: false,
-            missing_links: MissingLinks::default(),
+            missing_links: BTreeMap::new(),
             events: Events::default(),
         });
         (Self { status, changed }, seen)

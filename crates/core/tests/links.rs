@@ -6,9 +6,7 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
-use mps_core::links::{
-    Bad, ClosedSlices, Directories, LinkEvents, Linked, Links, MissingLinks, SocketId, WantedLinks, Way,
-};
+use mps_core::links::{Bad, ClosedSlices, Directories, Linked, Links, SocketId, WantedLinks, Way};
 
 type Path = &'static str;
 
@@ -204,9 +202,13 @@ fn leading(disk: &mut Disk) -> Links<Path> {
     links
 }
 
-fn missing(pipe: Option<&str>, slices: &[(&str, &str)]) -> MissingLinks {
-    let slices = slices.iter().map(|(name, why)| ((*name).to_owned(), (*why).to_owned()));
-    MissingLinks { slices: slices.collect(), pipe: pipe.map(str::to_owned) }
+fn missing(pipe: Option<&str>, slices: &[(&str, &str)]) -> BTreeMap<Way, String> {
+    let slices = slices.iter().map(|(name, why)| (Way::Slice((*name).to_owned()), (*why).to_owned()));
+    pipe.map(|why| (Way::Pipe, why.to_owned())).into_iter().chain(slices).collect()
+}
+
+fn no_news() -> (BTreeSet<Way>, BTreeSet<Bad>) {
+    (BTreeSet::new(), BTreeSet::new())
 }
 
 fn texts<const N: usize>(names: [&str; N]) -> BTreeSet<String> {
@@ -230,7 +232,7 @@ fn nobody_is_led_to_a_control_daemon_without_limits() {
     assert_eq!(disk.leading_to_ours(), ["pipe", "s-0", "s-1"]);
     assert_eq!(links.missing(), &missing(None, &[]));
     assert_eq!(disk.kept, texts(["pipe", "s-0", "s-1"]));
-    assert_eq!(links.take_events(), LinkEvents::default(), "the first links are no news");
+    assert_eq!(links.take_events(), no_news(), "the first links are no news");
 }
 
 #[test]
@@ -324,7 +326,7 @@ fn one_that_nobody_has_an_order_for_keeps_its_links() {
     let mut links = Links::new(None, Some(linked()));
     links.apply(&mut disk, &drained(["s-0"])).unwrap();
     assert_eq!(disk.leading_to_ours(), ["pipe", "s-1"]);
-    assert!(links.missing().slices.is_empty(), "no order misses them");
+    assert_eq!(links.missing().keys().collect::<Vec<_>>(), [&Way::Pipe], "no order misses the slices");
     assert_eq!(links.slices_in(), Some("slices"));
     let all = Drained { all: true, ..Drained::default() };
     links.apply(&mut disk, &all).unwrap();
@@ -354,8 +356,8 @@ fn links_that_others_have_taken_away_are_renewed_and_told_once() {
     links.apply(&mut disk, &nobody()).unwrap();
     assert_eq!(disk.leading_to_ours(), ["pipe", "s-0", "s-1"]);
     let renewed = [Way::Pipe, Way::Slice("s-0".to_owned())].into();
-    assert_eq!(links.take_events(), LinkEvents { renewed, stuck: BTreeSet::new() });
-    assert_eq!(links.take_events(), LinkEvents::default());
+    assert_eq!(links.take_events(), (renewed, BTreeSet::new()));
+    assert_eq!(links.take_events(), no_news());
 }
 
 #[test]
@@ -386,7 +388,7 @@ fn a_link_that_cannot_be_made_is_missing_with_the_reason() {
     disk.stuck.clear();
     links.apply(&mut disk, &nobody()).unwrap();
     assert_eq!(links.missing(), &missing(None, &[]));
-    assert_eq!(links.take_events(), LinkEvents::default(), "they have not led here before");
+    assert_eq!(links.take_events(), no_news(), "they have not led here before");
 }
 
 #[test]
@@ -421,7 +423,8 @@ fn directories_of_slices_that_are_not_there_are_not_made_for_a_drain() {
     let mut links = Links::new(Some(wanted()), Some(linked()));
     links.apply(&mut disk, &drained(["s-0"])).unwrap();
     assert!(!disk.is_there && links.stuck().is_empty());
-    assert!(links.missing().slices.contains_key("s-1") && !links.missing().slices.contains_key("s-0"));
+    let misses = |name: &str| links.missing().contains_key(&Way::Slice(name.to_owned()));
+    assert!(misses("s-1") && !misses("s-0"));
 }
 
 #[test]
@@ -443,7 +446,7 @@ fn a_socket_that_is_not_there_leads_nobody() {
     let mut links = Links::new(Some(wanted()), None);
     links.lead(linked(), &wanted());
     assert_eq!(links.apply(&mut disk, &nobody()), Ok(()));
-    assert!(links.missing().pipe.is_some() && disk.leading_to_ours().is_empty());
+    assert!(links.missing().contains_key(&Way::Pipe) && disk.leading_to_ours().is_empty());
     links.pursue(retiring());
     disk.others_lead("s-0", ANOTHERS);
     links.apply(&mut disk, &nobody()).unwrap();
@@ -518,7 +521,7 @@ fn the_next_one_of_the_same_order_finds_its_directories_kept() {
     links.apply(&mut disk, &nobody()).unwrap();
     links.end(&mut disk);
     assert_eq!(disk.kept, texts(["pipe", "s-0", "s-1"]));
-    assert_eq!(links.take_events().renewed, [Way::Pipe].into(), "its news are told after its end");
+    assert_eq!(links.take_events().0, [Way::Pipe].into(), "its news are told after its end");
     links.apply(&mut disk, &nobody()).unwrap();
     assert_eq!(links.missing(), &missing(None, &[]), "nobody runs");
     // The next control daemon gets its limits before it gets links. Links of the former control daemon do not count
@@ -526,7 +529,7 @@ fn the_next_one_of_the_same_order_finds_its_directories_kept() {
     links.lead(linked(), &retiring());
     disk.pipes.clear();
     links.apply(&mut disk, &nobody()).unwrap();
-    assert_eq!(links.take_events(), LinkEvents::default());
+    assert_eq!(links.take_events(), no_news());
 }
 
 #[test]

@@ -4,7 +4,7 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::{Arc, Mutex, MutexGuard};
 
-use mps_core::links::{Bad, ClosedSlices, Directories, Linked, Links, SocketId, WantedLinks};
+use mps_core::links::{Bad, ClosedSlices, Directories, Linked, Links, SocketId, WantedLinks, Way};
 use mps_core::{DaemonId, Goal};
 
 use super::mps::Mps;
@@ -185,7 +185,7 @@ impl SimAdmission {
 
     /// True if the directory of a slice had no link to a control daemon at the last pass.
     pub(crate) fn is_missing(&self, slice: &str) -> bool {
-        self.links.lock().unwrap().missing().slices.contains_key(slice)
+        self.links.lock().unwrap().missing().contains_key(&Way::Slice(slice.to_owned()))
     }
 
     /// Makes the links of slices' directories point to the waiting socket, so that new programs wait for a server.

@@ -27,25 +27,6 @@ pub enum Way {
     Slice(String),
 }
 
-/// The places that should have a link to the control daemon and have no link, each with the reason. Closed slices are not among
-/// the places with a missing link.
-#[derive(Debug, Clone, Default, PartialEq, Eq)]
-pub struct MissingLinks {
-    /// The slices whose directories have no link, by the names of the directories.
-    pub slices: BTreeMap<String, String>,
-    /// The reason why the pipe directory has no link. None if the directory has its link.
-    pub pipe: Option<String>,
-}
-
-/// The events about links, for the log.
-#[derive(Debug, Clone, Default, PartialEq, Eq)]
-pub struct LinkEvents {
-    /// The places where the service has renewed the link, since another program had changed or removed it.
-    pub renewed: BTreeSet<Way>,
-    /// The links that the service can't remove, each with the reason.
-    pub stuck: BTreeSet<Bad>,
-}
-
 /// The links to one control daemon: where they should be, and where they are.
 // Each fact is a bool and not the variant of an enum, since no fact excludes another.
 #[allow(clippy::struct_excessive_bools)]
@@ -74,8 +55,13 @@ pub struct Links<D> {
     /// True once other programs than the service may change the directories again: the service ends, or does not use the
     /// directories any more.
     released: bool,
-    missing: MissingLinks,
-    events: LinkEvents,
+    /// The places that should have a link to the control daemon and have no link, each with the reason. Closed slices are not
+    /// among the places with a missing link.
+    missing: BTreeMap<Way, String>,
+    /// The places where the service has renewed the link, since another program had changed or removed it.
+    renewed: BTreeSet<Way>,
+    /// The links that the service can't remove, each with the reason.
+    stuck: BTreeSet<Bad>,
 }
 
 /// The socket to which the links in the pipe directory and in the directories of open slices should point.
@@ -155,8 +141,9 @@ impl<D: Clone + PartialEq> Links<D> {
             has_turned: false,
             made: false,
             released: false,
-            missing: MissingLinks::default(),
-            events: LinkEvents::default(),
+            missing: BTreeMap::new(),
+            renewed: BTreeSet::new(),
+            stuck: BTreeSet::new(),
         }
     }
 
@@ -229,8 +216,9 @@ impl<D: Clone + PartialEq> Links<D> {
             }
             _ => false,
         };
-        let (wanted, events) = (self.wanted.take(), core::mem::take(&mut self.events));
-        let before = core::mem::replace(self, Self { events, ..Self::new(wanted, None) });
+        let wanted = self.wanted.take();
+        let (renewed, stuck) = self.take_events();
+        let before = core::mem::replace(self, Self { renewed, stuck, ..Self::new(wanted, None) });
         if has_places_of_order {
             (self.running, self.lead, self.waiting_socket) =
                 (before.running, before.lead, before.waiting_socket);
@@ -256,19 +244,20 @@ impl<D: Clone + PartialEq> Links<D> {
         }
     }
 
-    /// The places that had no link after the last [`Links::apply`], though they should have one.
-    pub fn missing(&self) -> &MissingLinks {
+    /// The places that had no link after the last [`Links::apply`], though they should have one, each with the reason.
+    pub fn missing(&self) -> &BTreeMap<Way, String> {
         &self.missing
     }
 
     /// The links that the last [`Links::apply`] could not remove.
     pub fn stuck(&self) -> &BTreeSet<Bad> {
-        &self.events.stuck
+        &self.stuck
     }
 
-    /// The events since the last call of this function.
-    pub fn take_events(&mut self) -> LinkEvents {
-        core::mem::take(&mut self.events)
+    /// The news since the last call of this function, for the log: the places whose link was renewed, and the links that can't
+    /// be removed, each with the reason.
+    pub fn take_events(&mut self) -> (BTreeSet<Way>, BTreeSet<Bad>) {
+        (core::mem::take(&mut self.renewed), core::mem::take(&mut self.stuck))
     }
 
     /// The directory that contains a directory for each slice. The links in the directories of slices point to the control
@@ -300,8 +289,8 @@ impl<D: Clone + PartialEq> Links<D> {
         directories: &mut impl Directories<D>,
         closed: &impl ClosedSlices,
     ) -> Result<(), Bad> {
-        self.missing = MissingLinks::default();
-        self.events.stuck.clear();
+        self.missing.clear();
+        self.stuck.clear();
         let Some(running) = self.running.clone() else { return Ok(()) };
         let slices_in = self.slices_in();
         if !running.has_link && slices_in.is_none() {
@@ -326,7 +315,7 @@ impl<D: Clone + PartialEq> Links<D> {
         directories: &mut impl Directories<D>,
         closed: &impl ClosedSlices,
     ) -> Result<(), Bad> {
-        self.missing = MissingLinks::default();
+        self.missing.clear();
         let mut found = directories.find_socket();
         if let Ok(Some(socket)) = found {
             self.socket = Some(socket);
@@ -342,11 +331,11 @@ impl<D: Clone + PartialEq> Links<D> {
         }
         if let Some(slices_in) = slices_in {
             self.apply_to_slices(slices_in, running, is_found, directories, closed, &mut lead);
-        } else if let Some(why) = &self.missing.pipe {
+        } else if let Some(why) = self.missing.get(&Way::Pipe).cloned() {
             // The directory that contains the directories of the slices can't be used, so no slice can have a link.
             let all = self.wanted.iter().flat_map(|wanted| wanted.slices.keys());
             let open = all.filter(|slice| closed.closes(slice) == Some(false));
-            self.missing.slices = open.map(|slice| (slice.clone(), why.clone())).collect();
+            self.missing.extend(open.map(|slice| (Way::Slice(slice.clone()), why.clone())));
         }
         if self.keeps() && running.has_link {
             directories.keep_pipe(&running.pipe);
@@ -365,14 +354,15 @@ impl<D: Clone + PartialEq> Links<D> {
     ) {
         if !pipe_leads(self.wanted.as_ref(), closed) {
             let closed = self.sockets().map(|socket| directories.close_pipe(pipe, socket));
-            let stuck: Vec<Bad> = closed.filter_map(Result::err).collect();
-            self.events.stuck.extend(stuck);
+            self.stuck.extend(closed.filter_map(Result::err));
             return;
         }
         let makes = is_found && self.makes(&Way::Pipe);
         let led = self.way(Way::Pipe, makes.then(|| directories.lead_pipe(pipe)), lead);
-        self.missing.pipe =
-            led.err().map(|why| why.unwrap_or_else(|| not_yet(&directories.shown(pipe, None))));
+        if let Err(why) = led {
+            let why = why.unwrap_or_else(|| not_yet(&directories.shown(pipe, None)));
+            self.missing.insert(Way::Pipe, why);
+        }
     }
 
     fn apply_to_slices(
@@ -396,7 +386,7 @@ impl<D: Clone + PartialEq> Links<D> {
                     self.way(way, makes.then(|| directories.lead_slice(&name)), lead)
                 }
                 (LinkTarget::Closed, Err(bad)) => {
-                    self.events.stuck.insert(bad.clone());
+                    self.stuck.insert(bad.clone());
                     Ok(())
                 }
                 (_, Ok(true)) => {
@@ -410,7 +400,7 @@ impl<D: Clone + PartialEq> Links<D> {
                 && is_of_order
             {
                 let why = why.unwrap_or_else(|| not_yet(&directories.shown(slices_in, Some(&name))));
-                self.missing.slices.insert(name, why);
+                self.missing.insert(Way::Slice(name), why);
             }
         }
         if is_there && self.keeps() {
@@ -465,7 +455,7 @@ impl<D: Clone + PartialEq> Links<D> {
                     return Ok(());
                 }
                 if made && !self.has_turned && self.lead.contains(&way) {
-                    self.events.renewed.insert(way.clone());
+                    self.renewed.insert(way.clone());
                 }
             }
             Some(Err(bad)) => return Err(Some(bad)),
@@ -483,7 +473,7 @@ impl<D: Clone + PartialEq> Links<D> {
             _ => self.sockets().try_for_each(|socket| directories.close_slice(name, Some(socket))),
         };
         if let Err(stuck) = closed {
-            self.events.stuck.insert(stuck);
+            self.stuck.insert(stuck);
         }
     }
 }
