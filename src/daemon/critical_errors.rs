@@ -4,7 +4,7 @@ use mps_core::terms::GpuId;
 
 use super::Daemon;
 use crate::message::{Message, Subject};
-use common::host::xid::{CriticalError, FollowUp};
+use common::host::xid::CriticalError;
 
 impl Daemon {
     /// Handles a critical error (Xid) that NVML has reported for a GPU.
@@ -13,7 +13,7 @@ impl Daemon {
         let gpu = planned.map(|gpu| gpu.gpu.id());
         let name = gpu.map_or_else(|| uuid.to_owned(), |gpu| gpu.to_string());
         let mut text = format!("GPU {name} met a critical error, {error}");
-        if let Some(gpu) = gpu.filter(|_| error.follow_up() == FollowUp::Reset) {
+        if let Some(gpu) = gpu.filter(|_| error.needs_reset()) {
             self.close(gpu, &error);
             text += "; the GPU takes no new client before a reset";
         }

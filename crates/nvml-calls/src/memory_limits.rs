@@ -27,17 +27,10 @@ pub struct MemoryLimit {
     pub used: u64,
 }
 
-/// The struct `nvmlSetMemoryLimits_v1_t` of `nvml.h`.
+/// The struct `nvmlGetMemoryLimits_v1_t` of `nvml.h`. The struct `nvmlSetMemoryLimits_v1_t` has the same fields without the last
+/// one, so NVML reads only the beginning of this struct when a limit is set.
 #[repr(C)]
-struct Wanted {
-    group: *const c_char,
-    soft: c_ulonglong,
-    hard: c_ulonglong,
-}
-
-/// The struct `nvmlGetMemoryLimits_v1_t` of `nvml.h`.
-#[repr(C)]
-struct Found {
+struct Limits {
     group: *const c_char,
     soft: c_ulonglong,
     hard: c_ulonglong,
@@ -51,7 +44,7 @@ struct Found {
 /// An error of NVML, or NVML does not have the function.
 pub fn read(device: &Device<'_>, group: &Path) -> Result<MemoryLimit, NvmlError> {
     let group = directory(group)?;
-    let mut found = Found { group: group.as_ptr(), soft: 0, hard: NO_LIMIT, used: 0 };
+    let mut found = Limits { group: group.as_ptr(), soft: 0, hard: NO_LIMIT, used: 0 };
     call(device, c"nvmlDeviceGetMemoryLimits_v1", &mut found)?;
     Ok(MemoryLimit { limit: found.hard, reserved: found.soft, used: found.used })
 }
@@ -62,7 +55,7 @@ pub fn read(device: &Device<'_>, group: &Path) -> Result<MemoryLimit, NvmlError>
 /// An error of NVML, or NVML does not have the function.
 pub fn set(device: &Device<'_>, group: &Path, limit: u64) -> Result<(), NvmlError> {
     let group = directory(group)?;
-    let mut wanted = Wanted { group: group.as_ptr(), soft: 0, hard: limit };
+    let mut wanted = Limits { group: group.as_ptr(), soft: 0, hard: limit, used: 0 };
     call(device, c"nvmlDeviceSetMemoryLimits_v1", &mut wanted)
 }
 
@@ -70,11 +63,11 @@ fn directory(group: &Path) -> Result<CString, NvmlError> {
     CString::new(group.as_os_str().as_bytes()).map_err(|_| NvmlError::InvalidArg)
 }
 
-/// Calls a function of NVML that takes a GPU and a struct of the type `T`.
-fn call<T>(device: &Device<'_>, name: &CStr, argument: &mut T) -> Result<(), NvmlError> {
-    type Function<T> = unsafe extern "C" fn(*mut c_void, *mut T) -> c_uint;
-    // SAFETY: `Function` is the type of both functions for memory limits in nvml.h, each with the struct that is passed here. A
-    // `nvmlDevice_t` is a pointer. The struct and the text in it live until the function returns, and NVML does not store
-    // pointers to them. The device lives as long as NVML.
-    nvml_try(unsafe { function::<Function<T>>(device, name)?(device.handle().cast(), argument) })
+/// Calls one of NVML's functions for the memory limits of a GPU.
+fn call(device: &Device<'_>, name: &CStr, limits: &mut Limits) -> Result<(), NvmlError> {
+    type Function = unsafe extern "C" fn(*mut c_void, *mut Limits) -> c_uint;
+    // SAFETY: `Function` is the type of both functions for memory limits in nvml.h: `Limits` is the struct of one function, and
+    // begins with the struct of the other. A `nvmlDevice_t` is a pointer. The struct and the text in it live until the function
+    // returns, and NVML does not store pointers to them. The device lives as long as NVML.
+    nvml_try(unsafe { function::<Function>(device, name)?(device.handle().cast(), limits) })
 }

@@ -2,6 +2,7 @@
 //! same name, and return only the number of records. So the buffer has room for more than twice as many records as requested, and
 //! the content is checked for both lengths of a record.
 
+use std::collections::BTreeMap;
 use std::ffi::{CStr, c_uint, c_void};
 
 use nvml_wrapper::Device;
@@ -25,31 +26,8 @@ const NOT_KNOWN: u64 = u64::MAX;
 const LAST_PID: u32 = 1 << 22;
 const TOO_MUCH: u64 = 1 << 50;
 
-/// A list of processes that NVML has for each GPU.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum ProcessList {
-    /// All processes with a context on the GPU.
-    Compute,
-    /// The clients of MPS servers.
-    MpsClients,
-}
-
-impl ProcessList {
-    fn function(self) -> &'static CStr {
-        match self {
-            Self::Compute => c"nvmlDeviceGetComputeRunningProcesses_v3",
-            Self::MpsClients => c"nvmlDeviceGetMPSComputeRunningProcesses_v3",
-        }
-    }
-}
-
-/// A process on a GPU.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct ListedProcess {
-    pub pid: u32,
-    /// The process's memory in bytes, if NVML knows it.
-    pub memory: Option<u64>,
-}
+/// The processes on a GPU: the memory of each in bytes, by PID. None for a process whose memory NVML does not know.
+pub type Processes = BTreeMap<u32, Option<u64>>;
 
 /// The reason why NVML has returned no usable list.
 #[derive(Debug)]
@@ -66,17 +44,29 @@ impl From<NvmlError> for NotListed {
     }
 }
 
-/// The processes in this list of a GPU. `record` is the expected length of a record with this driver. If the content is not valid
-/// with this length, the other length is tried.
+/// All processes with a context on the GPU. `record` is the expected length of a record with this driver. If the content is not
+/// valid with this length, the other length is tried.
 ///
 /// # Errors
 /// An error of NVML, or the list is not valid with either length.
-pub fn read(device: &Device<'_>, list: ProcessList, record: usize) -> Result<Vec<ListedProcess>, NotListed> {
+pub fn with_context(device: &Device<'_>, record: usize) -> Result<Processes, NotListed> {
+    read(device, c"nvmlDeviceGetComputeRunningProcesses_v3", record)
+}
+
+/// The clients of MPS servers on the GPU. `record` is as for [`with_context`].
+///
+/// # Errors
+/// As for [`with_context`].
+pub fn mps_clients(device: &Device<'_>, record: usize) -> Result<Processes, NotListed> {
+    read(device, c"nvmlDeviceGetMPSComputeRunningProcesses_v3", record)
+}
+
+/// Calls a function of NVML for a list of processes.
+fn read(device: &Device<'_>, name: &CStr, record: usize) -> Result<Processes, NotListed> {
     type Function = unsafe extern "C" fn(*mut c_void, *mut c_uint, *mut c_void) -> c_uint;
     // SAFETY: `Function` is the type of both functions for lists of processes in nvml.h: the device, the number of records, and
     // the buffer.
-    let (function, handle): (Function, _) =
-        unsafe { (function(device, list.function())?, device.handle().cast()) };
+    let (function, handle): (Function, _) = unsafe { (function(device, name)?, device.handle().cast()) };
     let mut count: c_uint = 0;
     // SAFETY: the device lives as long as NVML. Without a buffer NVML only counts the records.
     match nvml_try(unsafe { function(handle, &raw mut count, std::ptr::null_mut()) }) {
@@ -98,15 +88,15 @@ pub fn read(device: &Device<'_>, list: ProcessList, record: usize) -> Result<Vec
 }
 
 /// The processes in records of this length. None if the records are not valid, or if bytes other than zero follow.
-fn explained(bytes: &[u8], count: usize, record: usize) -> Option<Vec<ListedProcess>> {
+fn explained(bytes: &[u8], count: usize, record: usize) -> Option<Processes> {
     let (records, rest) = bytes.split_at_checked(count.checked_mul(record)?)?;
     let process = |bytes: &[u8]| {
         let pid = u32::from_ne_bytes(bytes.get(..4)?.try_into().ok()?);
         let memory = u64::from_ne_bytes(bytes.get(8..16)?.try_into().ok()?);
         let makes_sense = (1..=LAST_PID).contains(&pid) && (memory == NOT_KNOWN || memory < TOO_MUCH);
-        makes_sense.then_some(ListedProcess { pid, memory: Some(memory).filter(|bytes| *bytes != NOT_KNOWN) })
+        makes_sense.then_some((pid, Some(memory).filter(|bytes| *bytes != NOT_KNOWN)))
     };
-    let processes = records.chunks_exact(record).map(process).collect::<Option<Vec<_>>>()?;
+    let processes = records.chunks_exact(record).map(process).collect::<Option<_>>()?;
     rest.iter().all(|byte| *byte == 0).then_some(processes)
 }
 
@@ -141,13 +131,8 @@ mod tests {
     fn records_of_either_length_are_read_as_what_they_are_alone() {
         for count in 1..40 {
             let told = processes(count);
-            let expected: Vec<ListedProcess> = told
-                .iter()
-                .map(|(pid, memory)| ListedProcess {
-                    pid: *pid,
-                    memory: (*memory != NOT_KNOWN).then_some(*memory),
-                })
-                .collect();
+            let known = |(pid, memory): &(u32, u64)| (*pid, (*memory != NOT_KNOWN).then_some(*memory));
+            let expected: Processes = told.iter().map(known).collect();
             for (record, other) in [(RECORD, LONG_RECORD), (LONG_RECORD, RECORD)] {
                 let bytes = written(&told, record);
                 assert_eq!(explained(&bytes, told.len(), record), Some(expected.clone()), "{record}");
@@ -158,7 +143,7 @@ mod tests {
 
     #[test]
     fn a_list_that_makes_no_sense_is_none() {
-        assert_eq!(explained(&written(&[], RECORD), 0, RECORD), Some(Vec::new()));
+        assert_eq!(explained(&written(&[], RECORD), 0, RECORD), Some(Processes::new()));
         for nonsense in [(0, MIB), (LAST_PID + 1, MIB), (7, TOO_MUCH)] {
             for record in [RECORD, LONG_RECORD] {
                 assert_eq!(explained(&written(&[nonsense], record), 1, record), None, "{nonsense:?}");

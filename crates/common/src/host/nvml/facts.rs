@@ -1,6 +1,6 @@
 //! The facts of NVML about a GPU.
 
-use nvml_calls::processes::{NotListed, ProcessList};
+use nvml_calls::processes::{NotListed, with_context};
 use nvml_wrapper::Device;
 use nvml_wrapper::error::NvmlError;
 use nvml_wrapper::structs::device::CudaComputeCapability;
@@ -88,7 +88,7 @@ fn foreign_processes(device: &Device<'_>, process_record: usize) -> Result<Vec<(
         if !foreign.is_empty() {
             // A client that has ended after NVML listed all processes, and before NVML listed the clients, is only in the first
             // list, and would count as a foreign process.
-            let still = list(device, ProcessList::Compute, process_record)?;
+            let still = list(|| with_context(device, process_record))?;
             foreign.retain(|(pid, _)| still.contains_key(pid));
         }
         Ok(foreign)

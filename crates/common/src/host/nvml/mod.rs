@@ -7,7 +7,7 @@ use std::path::Path;
 use std::{fmt, fs};
 
 use mps_core::terms::{GpuProcess, PciAddress};
-use nvml_calls::processes::{self, ListedProcess, NotListed, ProcessList};
+use nvml_calls::processes::{NotListed, Processes, mps_clients, with_context};
 use nvml_wrapper::bitmasks::event::EventTypes;
 use nvml_wrapper::enum_wrappers::device::ComputeMode as NvmlComputeMode;
 use nvml_wrapper::enums::device::SampleValue;
@@ -24,7 +24,7 @@ use super::driver::{self, NVML_LISTS_CLIENTS};
 use super::gpu::{Gpu, PciDevice};
 use super::gpu_processes::Contexts;
 use super::installation;
-use super::xid::{CriticalError, RecoveryAction};
+use super::xid::CriticalError;
 use crate::host::proc;
 use crate::problem::Problem;
 
@@ -187,7 +187,7 @@ impl Driver {
                 |_| uuids.iter().filter(|uuid| self.device(uuid).is_err()).cloned().collect(),
                 |uuid| vec![uuid],
             );
-            let error = CriticalError { xid, action: recovery_action(&event.device) };
+            let error = CriticalError { xid, asks_reset: asks_reset(&event.device) };
             if !met.iter().all(|uuid| seen(uuid, error)) {
                 return Ok(());
             }
@@ -234,14 +234,15 @@ impl Driver {
     }
 }
 
-/// The recovery action that the driver asks for on a GPU. None with older drivers, and for a GPU that does not answer.
-fn recovery_action(device: &Device<'_>) -> Option<RecoveryAction> {
+/// Returns whether the driver asks for a reset of the GPU or a reboot of the host. None with older drivers, and for a GPU that
+/// does not answer.
+fn asks_reset(device: &Device<'_>) -> Option<bool> {
     let values = device.field_values_for(&[FieldId(NVML_FI_DEV_GET_GPU_RECOVERY_ACTION)]).ok()?;
     match values.into_iter().next()?.ok()?.value.ok()? {
-        SampleValue::U32(0) => Some(RecoveryAction::Nothing),
-        SampleValue::U32(1 | 4) => Some(RecoveryAction::Reset),
-        SampleValue::U32(2) => Some(RecoveryAction::Reboot),
-        SampleValue::U32(3) => Some(RecoveryAction::EndPeers),
+        // A reset of the GPU, a reboot of the host, and a reset once the programs on the GPU have ended.
+        SampleValue::U32(1 | 2 | 4) => Some(true),
+        // Nothing, and the end of the programs that use several GPUs together.
+        SampleValue::U32(0 | 3) => Some(false),
         _ => None,
     }
 }
@@ -267,14 +268,14 @@ fn is_gone(error: &NvmlError) -> bool {
 }
 
 fn contexts(device: &Device<'_>, process_record: usize) -> Result<Contexts, NotListed> {
-    let compute = list(device, ProcessList::Compute, process_record)?;
+    let compute = list(|| with_context(device, process_record))?;
     let capability = device.cuda_compute_capability().ok().and_then(|known| numbers(&known));
     // NVML lists no MPS clients for GPUs without the property `NVML_LISTS_CLIENTS`. `None` says that NVML does not list clients:
     // an empty list would mean that the GPU has no clients.
     if !NVML_LISTS_CLIENTS.holds_on(capability) {
         return Ok(Contexts { compute, mps: None });
     }
-    let mps = match list(device, ProcessList::MpsClients, process_record) {
+    let mps = match list(|| mps_clients(device, process_record)) {
         Ok(clients) => Some(clients),
         Err(NotListed::Refused(error)) if is_gone(&error) => return Err(error.into()),
         Err(_) => None,
@@ -282,19 +283,11 @@ fn contexts(device: &Device<'_>, process_record: usize) -> Result<Contexts, NotL
     Ok(Contexts { compute, mps })
 }
 
-/// Reads one of NVML's two lists of processes: the memory of each process in MiB, by PID.
+/// Asks for one of NVML's two lists of processes, and asks again while the answer is that the list has grown while it was
+/// copied. Gives up after [`TRIES`]. Returns the memory of each process in MiB, by PID.
 fn list(
-    device: &Device<'_>,
-    list: ProcessList,
-    process_record: usize,
+    mut ask: impl FnMut() -> Result<Processes, NotListed>,
 ) -> Result<BTreeMap<u32, Option<u64>>, NotListed> {
-    let processes = until_it_fits(|| processes::read(device, list, process_record))?;
-    let in_mib = |process: &ListedProcess| (process.pid, process.memory.map(|bytes| bytes / MIB));
-    Ok(processes.iter().map(in_mib).collect())
-}
-
-/// Asks for a list again while the answer is that the list has grown while it was copied. Gives up after [`TRIES`].
-fn until_it_fits<T>(mut ask: impl FnMut() -> Result<T, NotListed>) -> Result<T, NotListed> {
     let mut answer = ask();
     for _ in 1..TRIES {
         if !matches!(answer, Err(NotListed::Refused(NvmlError::InsufficientSize(_)))) {
@@ -302,7 +295,7 @@ fn until_it_fits<T>(mut ask: impl FnMut() -> Result<T, NotListed>) -> Result<T, 
         }
         answer = ask();
     }
-    answer
+    Ok(answer?.into_iter().map(|(pid, memory)| (pid, memory.map(|bytes| bytes / MIB))).collect())
 }
 
 fn why_not_listed(why: &NotListed) -> Problem {
@@ -433,16 +426,16 @@ mod tests {
 
     #[test]
     fn a_list_that_grew_is_asked_for_again() {
-        fn grown() -> Result<u32, NotListed> {
+        fn grown() -> Result<Processes, NotListed> {
             Err(NotListed::Refused(NvmlError::InsufficientSize(None)))
         }
         let mut asked = 0;
-        let answer = until_it_fits(|| {
+        let answer = list(|| {
             asked += 1;
-            if asked < 3 { grown() } else { Ok(7) }
+            if asked < 3 { grown() } else { Ok([(7, Some(2 * MIB)), (8, None)].into()) }
         });
-        assert_eq!(answer.unwrap(), 7);
-        assert!(until_it_fits(grown).is_err());
+        assert_eq!(answer.unwrap(), [(7, Some(2)), (8, None)].into());
+        assert!(list(grown).is_err());
     }
 
     #[test]
