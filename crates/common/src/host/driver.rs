@@ -34,22 +34,15 @@
 //! | namespaces with their own limits (protocol 3) | 615 | Volta |
 
 use std::ffi::OsString;
-use std::fmt;
 
 use nvml_calls::processes::{LONG_RECORD, RECORD};
 
 /// A GPU's compute capability, major and minor. None if NVML does not report it: such a GPU counts as old.
 pub type Capability = Option<(u32, u32)>;
 
-/// The series of a driver: 580 for 580.159.04. An unknown series counts as older than all others.
-#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, PartialOrd, Ord)]
-pub struct Series(u32);
-
-impl Series {
-    /// The series of a driver's version.
-    pub fn parse(version: &str) -> Self {
-        Self(version.split('.').next().and_then(|series| series.parse().ok()).unwrap_or(0))
-    }
+/// The series of a driver by its version: 580 for 580.159.04. The series of an unknown version is 0, older than all others.
+pub fn series(version: &str) -> u32 {
+    version.split('.').next().and_then(|series| series.parse().ok()).unwrap_or(0)
 }
 
 /// A property of drivers and GPUs: the first driver series and the first GPU generation that have it.
@@ -60,9 +53,9 @@ pub struct Since {
 }
 
 impl Since {
-    /// Returns whether this GPU has the property with this driver.
-    pub fn holds(self, driver: Series, gpu: Capability) -> bool {
-        driver.0 >= self.series && self.holds_on(gpu)
+    /// Returns whether this GPU has the property with a driver of this series.
+    pub fn holds(self, series: u32, gpu: Capability) -> bool {
+        series >= self.series && self.holds_on(gpu)
     }
 
     /// Returns whether a GPU with this compute capability has the property, if the driver is new enough.
@@ -72,13 +65,7 @@ impl Since {
 }
 
 /// The newest series with which this service was tried.
-pub const NEWEST_TRIED: Series = Series(580);
-
-impl fmt::Display for Series {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        self.0.fmt(f)
-    }
-}
+pub const NEWEST_TRIED: u32 = 580;
 
 const ANY_DRIVER: u32 = 0;
 const ANY_GPU: (u32, u32) = (0, 0);
@@ -105,11 +92,11 @@ pub const NVML_LISTS_CLIENTS: Since = Since { series: ANY_DRIVER, capability: VO
 const CLIENTS_60: Since = Since { series: 590, capability: VOLTA };
 const CLIENTS_48: Since = Since { series: ANY_DRIVER, capability: VOLTA };
 
-/// The number of clients that a GPU can have at the same time.
-pub fn most_clients(driver: Series, gpu: Capability) -> u32 {
-    if CLIENTS_60.holds(driver, gpu) {
+/// The number of clients that a GPU can have at the same time, with a driver of this series.
+pub fn most_clients(series: u32, gpu: Capability) -> u32 {
+    if CLIENTS_60.holds(series, gpu) {
         60
-    } else if CLIENTS_48.holds(driver, gpu) {
+    } else if CLIENTS_48.holds(series, gpu) {
         48
     } else {
         16
@@ -183,10 +170,10 @@ mod tests {
 
     #[test]
     fn a_series_is_the_first_number_of_a_version() {
-        assert_eq!(Series::parse("580.159.04"), Series(580));
-        assert_eq!(Series::parse("590.44"), Series(590));
+        assert_eq!(series("580.159.04"), 580);
+        assert_eq!(series("590.44"), 590);
         for unknown in ["", "unknown", "x.1"] {
-            assert_eq!(Series::parse(unknown), Series(0), "{unknown:?}");
+            assert_eq!(series(unknown), 0, "{unknown:?}");
         }
     }
 
@@ -217,12 +204,12 @@ mod tests {
             ["unknown", "535.261.03", "550.163.01", "555.58.02", "575.57.08", "580.159.04", "590.44.01"]
         {
             for gpu in [None, Some((6, 1)), Some((7, 0)), Some((9, 0))] {
-                let driver = Series::parse(version);
+                let driver = series(version);
                 let name = gpu.map_or("unknown".to_owned(), |(major, minor)| format!("{major}.{minor}"));
                 writeln!(
                     listed,
                     "{} {name} {} {} {} {} {} {}",
-                    driver.0,
+                    driver,
                     yes(LIMITS.holds(driver, gpu)),
                     most_clients(driver, gpu),
                     yes(MULTI_USER.holds(driver, gpu)),

@@ -6,7 +6,7 @@ use std::path::Path;
 use mps_core::terms::PciAddress;
 
 use super::cpus::Cpus;
-use super::driver::Series;
+use super::driver;
 use super::gpu::{Gpu, NVIDIA, PciDevice};
 use super::nvml::{GpuQuestions, ToldByNvml};
 use super::{pci_ids, proc, sysfs};
@@ -33,8 +33,9 @@ impl Inventory {
         Self { driver, gpus, others: Vec::new(), cpus: None, memory_mib: None }
     }
 
-    pub fn series(&self) -> Series {
-        Series::parse(self.driver.as_deref().unwrap_or_default())
+    /// The series of the driver, as [`driver::series`] gives it.
+    pub fn series(&self) -> u32 {
+        driver::series(self.driver.as_deref().unwrap_or_default())
     }
 
     /// Returns `cpus`. None if `cpus` are all CPUs of the host.

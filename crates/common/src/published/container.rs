@@ -3,7 +3,7 @@
 use std::path::{Path, PathBuf};
 
 use crate::host::cpus::Cpus;
-use crate::host::driver::{READ_ONLY_PIPE_DIRECTORY, Series};
+use crate::host::driver::{READ_ONLY_PIPE_DIRECTORY, series};
 use crate::membership::{DEVICE_VARIABLE, PIPE_DIRECTORY_VARIABLE};
 use crate::plan::context_mib;
 use crate::published::snapshot::{GpuView, Snapshot, drained};
@@ -271,7 +271,7 @@ fn pipe_directory_mounts(
     // Root in a container with write access to the pipe directory can remove the control daemon's sockets, or replace them, for
     // all users. A container that runs `rm -rf /tmp/*` at its start removes the sockets. The mount of the pipe directory is
     // read-only if the driver allows a read-only mount.
-    let driver = Series::parse(&snapshot.driver_version);
+    let driver = series(&snapshot.driver_version);
     let capability = |gpu: &GpuView| gpu.plan.gpu.facts()?.compute_capability;
     let read_only = gpus.iter().all(|(gpu, _)| READ_ONLY_PIPE_DIRECTORY.holds(driver, capability(gpu)));
     vec![mount(Path::new("/dev/shm"), false), mount(pipe_directory, read_only)]

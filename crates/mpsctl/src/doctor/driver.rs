@@ -8,7 +8,7 @@ use serde_json::Value;
 
 use super::facts::{CONTROL, Facts, variable};
 use super::{Check, Outcome, Severity, each, edit_unit, error, finding, info, warning};
-use common::host::driver::{NEWEST_TRIED, Series};
+use common::host::driver::{NEWEST_TRIED, series};
 use common::host::inotify;
 use common::host::installation;
 use common::host::program::{find_program, find_program_in};
@@ -40,7 +40,7 @@ fn driver(facts: &Facts) -> Outcome {
 /// driver works.
 fn untried(facts: &Facts) -> Outcome {
     let version = facts.inventory.driver.as_ref().map_err(|_| "there is no driver")?;
-    each((Series::parse(version) > NEWEST_TRIED).then_some(version), |version| {
+    each((series(version) > NEWEST_TRIED).then_some(version), |version| {
         [info(
             "driver-untried",
             "NVIDIA driver",
