@@ -21,41 +21,33 @@ const ONE_HIERARCHY: &str = "/sys/fs/cgroup/cgroup.controllers";
 /// The most descendants of a control group that are read in a search for processes.
 const MOST: usize = 256;
 
-/// The hierarchies of control groups on this host.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Hierarchies {
-    One,
-    OfTheServiceManager,
+/// The names in `/proc/PID/cgroup` of the one hierarchy of cgroup v2, and of the hierarchy of the service manager.
+const UNIFIED: &str = "";
+const OF_SERVICE_MANAGER: &str = "name=systemd";
+
+/// The name of the hierarchy that counts for the service on this host.
+fn hierarchy() -> &'static str {
+    if Path::new(ONE_HIERARCHY).exists() { UNIFIED } else { OF_SERVICE_MANAGER }
 }
 
-impl Hierarchies {
-    fn of_this_host() -> Self {
-        if Path::new(ONE_HIERARCHY).exists() { Self::One } else { Self::OfTheServiceManager }
+/// The directory in which a hierarchy is mounted.
+fn mount(hierarchy: &str) -> PathBuf {
+    match hierarchy {
+        // A host with several hierarchies has the unified hierarchy, if any, in this subdirectory.
+        UNIFIED if !Path::new(ONE_HIERARCHY).exists() => Path::new(MOUNT).join("unified"),
+        UNIFIED => PathBuf::from(MOUNT),
+        named => Path::new(MOUNT).join(named.strip_prefix("name=").unwrap_or(named)),
     }
+}
 
-    /// The directory of the control group with this path.
-    fn directory(self, path: &str) -> PathBuf {
-        let mount = match self {
-            Self::One => PathBuf::from(MOUNT),
-            Self::OfTheServiceManager => Path::new(MOUNT).join("systemd"),
-        };
-        mount.join(path.trim_start_matches('/'))
-    }
-
-    /// The path of a process's control group in the hierarchy that counts for the service. `cgroups` is the text of
-    /// `/proc/PID/cgroup`.
-    fn path_in(self, cgroups: &str) -> Option<&str> {
-        let wanted = match self {
-            Self::One => "",
-            Self::OfTheServiceManager => "name=systemd",
-        };
-        // A line of `/proc/PID/cgroup` has a number, the name of a hierarchy, and a path. A tenant may have chosen names in the
-        // path, and the names can have colons.
-        cgroups.lines().find_map(|line| {
-            let mut fields = line.splitn(3, ':').skip(1);
-            (fields.next()? == wanted).then(|| fields.next())?
-        })
-    }
+/// The path of a process's control group in a hierarchy. `cgroups` is the text of `/proc/PID/cgroup`.
+fn path_in<'a>(hierarchy: &str, cgroups: &'a str) -> Option<&'a str> {
+    // A line of `/proc/PID/cgroup` has a number, the name of a hierarchy, and a path. A tenant may have chosen names in the path,
+    // and the names can have colons.
+    cgroups.lines().find_map(|line| {
+        let mut fields = line.splitn(3, ':').skip(1);
+        (fields.next()? == hierarchy).then(|| fields.next())?
+    })
 }
 
 /// The path of the control group of a process.
@@ -64,8 +56,7 @@ impl Hierarchies {
 /// The process has ended, or is in no control group of the hierarchy that counts for the service.
 pub fn path_of(pid: u32) -> io::Result<String> {
     let cgroups = proc::cgroups_text(pid)?;
-    let path = Hierarchies::of_this_host().path_in(&cgroups);
-    path.map(str::to_owned).ok_or_else(|| io::ErrorKind::NotFound.into())
+    path_in(hierarchy(), &cgroups).map(str::to_owned).ok_or_else(|| io::ErrorKind::NotFound.into())
 }
 
 /// The control group at a path.
@@ -88,19 +79,13 @@ pub fn is_alone(pid: u32) -> bool {
 
 /// The directory of the control group at a path.
 pub fn directory(path: &str) -> PathBuf {
-    Hierarchies::of_this_host().directory(path)
+    mount(hierarchy()).join(path.trim_start_matches('/'))
 }
 
 /// Returns whether root has named the control group at a path, so that the name can be trusted. `hierarchy` is a name in
 /// `/proc/PID/cgroup`.
 pub fn is_believed(hierarchy: &str, path: &str) -> bool {
-    let mount = match hierarchy {
-        // A host with several hierarchies has the unified hierarchy, if any, in this subdirectory.
-        "" if !Path::new(ONE_HIERARCHY).exists() => Path::new(MOUNT).join("unified"),
-        "" => PathBuf::from(MOUNT),
-        named => Path::new(MOUNT).join(named.strip_prefix("name=").unwrap_or(named)),
-    };
-    is_named_by_root(owners(mount, path))
+    is_named_by_root(owners(mount(hierarchy), path))
 }
 
 /// The owners of a control group and of its ancestors, from the top.
@@ -219,19 +204,15 @@ mod tests {
     fn the_path_is_in_the_hierarchy_of_the_host() {
         let both = "12:cpu,cpuacct:/other\n1:name=systemd:/docker/a:b\n0::/unified";
         for (hierarchy, text, expected) in [
-            (Hierarchies::OfTheServiceManager, both, Some("/docker/a:b")),
-            (Hierarchies::One, both, Some("/unified")),
-            (Hierarchies::One, "0::/a/xname=systemd:/b", Some("/a/xname=systemd:/b")),
-            (Hierarchies::OfTheServiceManager, "0::/a", None),
+            (OF_SERVICE_MANAGER, both, Some("/docker/a:b")),
+            (UNIFIED, both, Some("/unified")),
+            (UNIFIED, "0::/a/xname=systemd:/b", Some("/a/xname=systemd:/b")),
+            (OF_SERVICE_MANAGER, "0::/a", None),
             // A tenant has given a control group a name that looks like another hierarchy.
-            (
-                Hierarchies::OfTheServiceManager,
-                "2:cpu:/own/x:name=systemd:/victim\n1:name=systemd:/own",
-                Some("/own"),
-            ),
-            (Hierarchies::One, "", None),
+            (OF_SERVICE_MANAGER, "2:cpu:/own/x:name=systemd:/victim\n1:name=systemd:/own", Some("/own")),
+            (UNIFIED, "", None),
         ] {
-            assert_eq!(hierarchy.path_in(text), expected, "{text}");
+            assert_eq!(path_in(hierarchy, text), expected, "{text}");
         }
     }
 

@@ -9,8 +9,8 @@
 use std::time::Duration;
 
 use tokio::time::{Instant, sleep, timeout};
-use zbus::proxy::CacheProperties;
-use zbus::{Connection, OwnedObjectPath, Variant, fdo};
+use zbus::proxy::{self, CacheProperties};
+use zbus::{Connection, OwnedObjectPath, Proxy, Variant, fdo};
 
 use super::variant::json;
 use crate::host::proc;
@@ -211,29 +211,22 @@ trait Systemd {
     fn load_unit(&self, name: &str) -> zbus::Result<OwnedObjectPath>;
 }
 
-#[zbus::proxy(interface = "org.freedesktop.systemd1.Unit", default_service = "org.freedesktop.systemd1")]
-trait Unit {
-    /// The number and the object path of systemd's job for the unit. The number is 0 if systemd has no job for the unit.
-    #[zbus(property)]
-    fn job(&self) -> zbus::Result<(u32, OwnedObjectPath)>;
-}
-
-#[zbus::proxy(interface = "org.freedesktop.systemd1.Job", default_service = "org.freedesktop.systemd1")]
-trait Job {
-    #[zbus(property)]
-    fn job_type(&self) -> zbus::Result<String>;
-}
-
+/// The type of systemd's job for this service's unit. None if systemd has no job for the unit.
 async fn own_job() -> zbus::Result<Option<String>> {
     let connection = Connection::system().await?;
+    let systemd = |path, interface| {
+        let object = proxy::Builder::<Proxy<'_>>::new(&connection).destination("org.freedesktop.systemd1");
+        object.path(path).interface(interface).cache_properties(CacheProperties::No).build()
+    };
     let unit = SystemdProxy::new(&connection).await?.get_unit_by_pid(std::process::id()).await?;
-    let unit = UnitProxy::builder(&connection).path(unit).cache_properties(CacheProperties::No);
-    let (number, job) = unit.build().await?.job().await?;
+    let unit = systemd(unit, "org.freedesktop.systemd1.Unit").await?;
+    // The number and the object path of systemd's job for the unit. The number is 0 if systemd has no job.
+    let (number, job): (u32, OwnedObjectPath) = unit.get_property("Job").await?;
     if number == 0 {
         return Ok(None);
     }
-    let job = JobProxy::builder(&connection).path(job).cache_properties(CacheProperties::No);
-    job.build().await?.job_type().await.map(Some)
+    let job = systemd(job, "org.freedesktop.systemd1.Job").await?;
+    job.get_property("JobType").await.map(Some)
 }
 
 async fn start_scope(name: &str, mut properties: Vec<Property>) -> zbus::Result<()> {
