@@ -19,8 +19,7 @@ use mps_core::register::GuestContainer;
 use mps_core::terms::DeviceName;
 use rustix::fs::{CWD, Dir, Mode, OFlags, Stat, fstat, openat};
 use rustix::process::geteuid;
-use serde::Deserialize;
-use serde::de::DeserializeOwned;
+use serde_json::{Map, Value};
 
 use super::CLAIMS;
 
@@ -68,71 +67,20 @@ pub(super) struct GuestRecord {
 #[derive(Debug)]
 pub(super) struct GuestRecords {
     directory: PathBuf,
-    room: Room,
+    /// The number of bytes of records that may still be read during one look at processes.
+    room: AtomicU64,
     /// The containers by id: the directory of the guest, and the container's key in the guest's record. None if two guests have a
     /// container with the same id.
     containers: OnceLock<BTreeMap<String, Option<(OsString, String)>>>,
-    /// The descriptions of guests that were read, by the guest's directory. None if the description can't be used.
-    guests: Mutex<BTreeMap<OsString, Option<Guest>>>,
-}
-
-/// The number of bytes of records that may still be read during one look at processes.
-#[derive(Debug)]
-struct Room(AtomicU64);
-
-impl Room {
-    fn new() -> Self {
-        Self(AtomicU64::new(ALL))
-    }
-
-    fn left(&self) -> u64 {
-        self.0.load(Ordering::Relaxed)
-    }
-
-    fn take(&self, bytes: u64) {
-        self.0.store(self.left().saturating_sub(bytes), Ordering::Relaxed);
-    }
-}
-
-#[derive(Debug, Deserialize)]
-struct RecordedId {
-    cri_id: Option<String>,
-}
-
-#[derive(Debug, Clone, Deserialize)]
-struct Guest {
-    name: Option<String>,
-    /// The name of the guest's project.
-    tenant: Option<String>,
-    containers: Option<Vec<Container>>,
-}
-
-#[derive(Debug, Clone, Deserialize)]
-struct Container {
-    id: Option<String>,
-    name: Option<String>,
-    spec: Option<Spec>,
-}
-
-#[derive(Debug, Clone, Deserialize)]
-struct Spec {
-    devices: Option<Vec<Device>>,
-}
-
-#[derive(Debug, Clone, Deserialize)]
-struct Device {
-    isolated_device: Option<IsolatedDevice>,
-}
-
-#[derive(Debug, Clone, Deserialize)]
-struct IsolatedDevice {
-    addr: Option<String>,
-    device_type: Option<String>,
+    /// The records of the containers of those guests whose description was read, by the guest's directory and the container's
+    /// key. A guest whose description can't be used has no records.
+    guests: Mutex<BTreeMap<OsString, BTreeMap<String, GuestRecord>>>,
 }
 
 impl GuestRecords {
     pub(super) fn in_directory(directory: PathBuf) -> Self {
-        Self { directory, room: Room::new(), containers: OnceLock::new(), guests: Mutex::default() }
+        let room = AtomicU64::new(ALL);
+        Self { directory, room, containers: OnceLock::new(), guests: Mutex::default() }
     }
 
     /// The record of the container with this id of 64 hexadecimal digits. None if no guest has a container with this id, or if
@@ -141,35 +89,48 @@ impl GuestRecords {
         let containers = self.containers.get_or_init(|| read_containers(&self.directory, &self.room));
         let (guest, key) = containers.get(id)?.as_ref()?;
         let mut guests = self.guests.lock().unwrap_or_else(PoisonError::into_inner);
-        let read = || believed_file(&self.directory, guest, DESCRIPTION, &self.room).ok();
-        guests.entry(guest.clone()).or_insert_with(read).as_ref()?.record_of(key)
+        let read = || {
+            let description = believed_file(&self.directory, guest, DESCRIPTION, &self.room);
+            description.map(|description| records_in(&description)).unwrap_or_default()
+        };
+        guests.entry(guest.clone()).or_insert_with(read).get(key).cloned()
     }
 }
 
-impl Guest {
-    fn record_of(&self, key: &str) -> Option<GuestRecord> {
-        let its = self.containers.iter().flatten().find(|one| one.id.as_deref() == Some(key))?;
-        let mut devices = Vec::new();
-        let listed = its.spec.iter().flat_map(|spec| spec.devices.iter().flatten());
-        for device in listed.filter_map(|device| device.isolated_device.as_ref()).take(CLAIMS) {
-            let is_ours = device.device_type.as_deref().is_none_or(|word| word == OUR_TYPE);
-            let name = device.addr.as_deref().filter(|_| is_ours).and_then(|addr| addr.parse().ok());
-            devices.extend(name.filter(|name| !devices.contains(name)));
-        }
+/// The records of a guest's containers, by their keys.
+fn records_in(description: &Map<String, Value>) -> BTreeMap<String, GuestRecord> {
+    let containers = description.get("containers").and_then(Value::as_array);
+    let record = |container: &Value| {
         let names = GuestContainer {
-            guest: shortened(self.name.as_deref()),
-            container: shortened(its.name.as_deref()),
-            project: shortened(self.tenant.as_deref()),
+            guest: shortened(description.get("name")),
+            container: shortened(container.get("name")),
+            project: shortened(description.get("tenant")),
         };
-        Some(GuestRecord { names, devices })
+        let key = container.get("id")?.as_str()?.to_owned();
+        Some((key, GuestRecord { names, devices: devices_of(container) }))
+    };
+    // If two containers have the same key, the first one counts.
+    containers.into_iter().flatten().rev().filter_map(record).collect()
+}
+
+fn devices_of(container: &Value) -> Vec<DeviceName> {
+    let listed = container.pointer("/spec/devices").and_then(Value::as_array);
+    let isolated = listed.into_iter().flatten().filter_map(|device| device.get("isolated_device"));
+    let mut devices = Vec::new();
+    for device in isolated.filter(|device| device.is_object()).take(CLAIMS) {
+        let text = |key: &str| device.get(key).and_then(Value::as_str);
+        let is_ours = text("device_type").is_none_or(|word| word == OUR_TYPE);
+        let name = text("addr").filter(|_| is_ours).and_then(|addr| addr.parse().ok());
+        devices.extend(name.filter(|name| !devices.contains(name)));
     }
+    devices
 }
 
 /// The first characters of a name, on one line and without control characters: the service uses the name in labels of bindings
 /// and in events.
-fn shortened(name: Option<&str>) -> String {
+fn shortened(name: Option<&Value>) -> String {
     let plain = |c: char| if c.is_control() { char::REPLACEMENT_CHARACTER } else { c };
-    name.unwrap_or_default().chars().take(NAME).map(plain).collect()
+    name.and_then(Value::as_str).unwrap_or_default().chars().take(NAME).map(plain).collect()
 }
 
 /// The reason why a record is not used at all, or not yet. The reason quotes nothing from the record, which may contain
@@ -228,7 +189,7 @@ impl From<rustix::io::Errno> for BadRecord {
 }
 
 /// The containers of all guests, by the ids that the container runtime has given them.
-fn read_containers(directory: &Path, room: &Room) -> BTreeMap<String, Option<(OsString, String)>> {
+fn read_containers(directory: &Path, room: &AtomicU64) -> BTreeMap<String, Option<(OsString, String)>> {
     let mut containers = BTreeMap::new();
     let mut left = guests_in(directory).unwrap_or_else(|error| {
         tracing::debug!("{}: {error}", directory.display());
@@ -237,9 +198,7 @@ fn read_containers(directory: &Path, room: &Room) -> BTreeMap<String, Option<(Os
     for attempt in 1..=ATTEMPTS {
         let mut half_written = Vec::new();
         for guest in left {
-            let found: Result<BTreeMap<String, RecordedId>, _> =
-                read_file(directory, &guest, CONTAINERS, room);
-            match found {
+            match read_file(directory, &guest, CONTAINERS, room) {
                 Ok(found) => keep(&mut containers, &guest, found),
                 Err(BadRecord::NotUnderstood { .. }) if attempt < ATTEMPTS => half_written.push(guest),
                 Err(error) => not_read(&directory.join(&guest).join(CONTAINERS), &error),
@@ -257,14 +216,14 @@ fn read_containers(directory: &Path, room: &Room) -> BTreeMap<String, Option<(Os
 fn keep(
     containers: &mut BTreeMap<String, Option<(OsString, String)>>,
     guest: &OsString,
-    found: BTreeMap<String, RecordedId>,
+    found: Map<String, Value>,
 ) {
-    for (key, RecordedId { cri_id }) in found {
-        let Some(id) = cri_id else { continue };
+    for (key, container) in found {
+        let Some(id) = container.get("cri_id").and_then(Value::as_str) else { continue };
         // The id of a container belongs to only one container. If two records have the same id, at least one of the records is
         // wrong.
-        let owner = if containers.contains_key(&id) { None } else { Some((guest.clone(), key)) };
-        containers.insert(id, owner);
+        let owner = if containers.contains_key(id) { None } else { Some((guest.clone(), key)) };
+        containers.insert(id.to_owned(), owner);
     }
 }
 
@@ -277,12 +236,12 @@ fn guests_in(directory: &Path) -> Result<Vec<OsString>, BadRecord> {
     Ok(names.filter(|name| !name.starts_with(b".")).take(GUESTS).map(OsString::from_vec).collect())
 }
 
-fn read_file<T: DeserializeOwned>(
+fn read_file(
     directory: &Path,
     guest: &OsString,
     file: &str,
-    room: &Room,
-) -> Result<T, BadRecord> {
+    room: &AtomicU64,
+) -> Result<Map<String, Value>, BadRecord> {
     let flags = directory_flags() | OFlags::NOFOLLOW;
     let guest = openat(CWD, directory.join(guest), flags, Mode::empty())?;
     believed(&fstat(&guest)?)?;
@@ -297,13 +256,14 @@ fn read_file<T: DeserializeOwned>(
     if found.len() > LARGEST {
         return Err(BadRecord::TooLarge);
     }
-    if found.len() > room.left() {
+    let left = room.load(Ordering::Relaxed);
+    if found.len() > left {
         return Err(BadRecord::NoRoom);
     }
     let mut bytes = Vec::new();
     // The agent may be writing the file at this moment, so no more than the size that was checked is read.
     file.take(found.len()).read_to_end(&mut bytes).map_err(BadRecord::Failed)?;
-    room.take(bytes.len() as u64);
+    room.store(left.saturating_sub(bytes.len() as u64), Ordering::Relaxed);
     // The text of the parser's error could quote the file, so only the place of the error is used.
     let place =
         |error: serde_json::Error| BadRecord::NotUnderstood { line: error.line(), column: error.column() };
@@ -322,12 +282,12 @@ fn believed(stat: &Stat) -> Result<(), BadRecord> {
 
 /// Reads a record of the host agent. If the record is half-written, tries again until it is complete. If the record can't be
 /// read, the reason is logged.
-fn believed_file<T: DeserializeOwned>(
+fn believed_file(
     directory: &Path,
     guest: &OsString,
     file: &str,
-    room: &Room,
-) -> Result<T, BadRecord> {
+    room: &AtomicU64,
+) -> Result<Map<String, Value>, BadRecord> {
     let mut read = read_file(directory, guest, file, room);
     for _ in 1..ATTEMPTS {
         if !matches!(read, Err(BadRecord::NotUnderstood { .. })) {
@@ -346,18 +306,19 @@ pub fn records_without_effect(directory: &Path) -> Vec<(PathBuf, String)> {
         Err(error) if error.is_missing() => return Vec::new(),
         Err(error) => return vec![(directory.to_owned(), error.to_string())],
     };
-    let (mut found, room) = (Vec::new(), Room::new());
+    let (mut found, room) = (Vec::new(), AtomicU64::new(ALL));
     for guest in guests {
         let mut look = |file: &str, error: BadRecord| {
             if !error.is_missing() {
                 found.push((directory.join(&guest).join(file), error.to_string()));
             }
         };
-        match believed_file::<BTreeMap<String, RecordedId>>(directory, &guest, CONTAINERS, &room) {
+        match believed_file(directory, &guest, CONTAINERS, &room) {
             // A virtual machine has no containers, so its description is not needed.
             Ok(containers) if containers.is_empty() => {}
             Ok(_) => {
-                if let Err(error) = believed_file::<Guest>(directory, &guest, DESCRIPTION, &Room::new()) {
+                let room = AtomicU64::new(ALL);
+                if let Err(error) = believed_file(directory, &guest, DESCRIPTION, &room) {
                     look(DESCRIPTION, error);
                 }
             }
@@ -540,7 +501,7 @@ mod tests {
         let huge = File::options().write(true).open(servers.file("bad", DESCRIPTION)).unwrap();
         huge.set_len(LARGEST + 1).unwrap();
         assert!(matches!(
-            read_file::<Guest>(servers.0.path(), &"bad".into(), DESCRIPTION, &Room::new()),
+            read_file(servers.0.path(), &"bad".into(), DESCRIPTION, &AtomicU64::new(ALL)),
             Err(BadRecord::TooLarge)
         ));
     }
@@ -556,7 +517,7 @@ mod tests {
         }
         let records = GuestRecords::in_directory(servers.0.path().to_owned());
         assert_eq!(records.record_of(ID), None);
-        assert_eq!(records.room.left(), 0);
+        assert_eq!(records.room.load(Ordering::Relaxed), 0);
         let told = records_without_effect(servers.0.path());
         let words =
             "all files together are larger than 16777216 bytes, so the service does not read this file";
@@ -592,12 +553,13 @@ mod tests {
     #[test]
     fn an_error_quotes_nothing_of_a_record() {
         let servers = Servers::new();
-        servers.write("guest", &json!({"c": {"cri_id": ["secret"]}}), &json!({"name": {"secret": "secret"}}));
-        let directory = servers.0.path();
-        let containers =
-            read_file::<BTreeMap<String, RecordedId>>(directory, &"guest".into(), CONTAINERS, &Room::new());
-        let description = read_file::<Guest>(directory, &"guest".into(), DESCRIPTION, &Room::new());
-        for error in [containers.map(drop).unwrap_err(), description.map(drop).unwrap_err()] {
+        servers.one("guest", ID, &[]);
+        for text in
+            [r#"["secret"]"#, r#"{"name": "secret"#, r#"{"name": secret}"#, r#"{"secret": 1, secret}"#]
+        {
+            fs::write(servers.file("guest", DESCRIPTION), text).unwrap();
+            let read = read_file(servers.0.path(), &"guest".into(), DESCRIPTION, &AtomicU64::new(ALL));
+            let error = read.unwrap_err();
             let words = format!("{error} {error:?}");
             assert!(
                 words.contains("not understood at line 1, column") && !words.contains("secret"),

@@ -18,7 +18,6 @@
 //! this first process nor the process itself sees a whole pipe directory, from which the tenant could have mounted the slice's
 //! directory.
 
-mod commands;
 pub mod containers;
 mod guests;
 mod users;
@@ -33,7 +32,7 @@ use std::sync::{Arc, OnceLock};
 
 use mps_core::bindings::{Binding, BoundBy, ControlGroup};
 use mps_core::register::{
-    Evidence, GuestContainer, KnownBy, KnownClient, Membership, RecordedContainer, Tenant,
+    Evidence, GuestContainer, KnownBy, KnownClient, MayCommand, Membership, RecordedContainer, Tenant,
 };
 use mps_core::terms::{DIRECTORIES, DeviceName, GpuId, ProcessId, SliceId};
 use rustix::io::Errno;
@@ -43,7 +42,6 @@ use crate::host::control_groups;
 use crate::host::mounts::{self, Place};
 use crate::host::{identity, proc};
 use crate::plan::ControlDaemonPlan;
-use commands::{Reach, may_command};
 use containers::{containers_in, of_the_hosts, up_to_container};
 pub use guests::records_without_effect;
 use guests::{GuestRecord, GuestRecords};
@@ -170,7 +168,10 @@ struct Sight {
 #[derive(Debug)]
 pub struct ProcessSight {
     evidence: Evidence,
-    reach: Reach,
+    /// The commands that a control daemon takes from the process if the process is root. NVIDIA's control daemon decides by the
+    /// user that the kernel reports, and by the socket that the client uses: measured on an H200 with driver 580.159.04
+    /// (docs/security.md).
+    as_root: MayCommand,
     /// All bindings: a process can't claim a slice that is bound to another control group.
     bindings: Arc<SliceBindings>,
     pipe_directories: Arc<BTreeSet<PathBuf>>,
@@ -219,7 +220,10 @@ impl SliceMounts {
             container: containers_in(&proc::cgroups_text(pid)?).next().map(str::to_owned),
             recorded,
             slices,
-            may_command: status.effective_uid().map(|uid| may_command(uid, seen.reach)),
+            // The id is as the host sees the user: the root user of a user namespace is another user.
+            may_command: status
+                .effective_uid()
+                .map(|uid| if uid == 0 { seen.as_root } else { MayCommand::Nothing }),
             command: proc::name(pid).unwrap_or_default(),
             ..KnownClient::only(process)
         };
@@ -259,11 +263,9 @@ impl SliceMounts {
             }
             last = Some(place);
         }
-        let reach = match last {
-            None => Reach::Host,
-            Some(_) if all.own => Reach::OwnDirectory,
-            Some(_) => Reach::Control,
-        };
+        // A process in a container reaches only the socket `control`, unless a control daemon's own directory, or an ancestor of
+        // that directory, is mounted in the container.
+        let as_root = if last.is_none() || all.own { MayCommand::All } else { MayCommand::Neighbours };
         // Mounts with neither a slice nor a pipe directory prove that the process has no slice by its mounts: it has reached
         // the GPU in another way.
         let known = !all.slices.is_empty() || (believed && !all.pipe);
@@ -274,7 +276,7 @@ impl SliceMounts {
         let recorded = record.map(|record| record.devices).unwrap_or_default();
         Ok(ProcessSight {
             evidence: Evidence { bound, mounted: known.then_some(slices), recorded },
-            reach,
+            as_root,
             bindings: Arc::clone(&self.bindings),
             pipe_directories: Arc::clone(&self.pipe_directories),
         })
@@ -578,7 +580,7 @@ mod tests {
         let own = std::process::id();
         let process = identity::read(own).unwrap();
         let (client, seen) = mounts.look_at(process).unwrap();
-        assert_eq!((&seen.evidence.mounted, seen.reach), (&None, Reach::Host));
+        assert_eq!((&seen.evidence.mounted, seen.as_root), (&None, MayCommand::All));
         assert_eq!((seen.slices(own).unwrap(), seen.asks_environment()), (None, true));
         assert_eq!(client.command, proc::name(own).unwrap());
         assert!(client.to_string().starts_with(&format!("PID {own} of user ")), "{client}");
