@@ -14,7 +14,6 @@ use tracing_subscriber::layer::{Layer, SubscriberExt};
 use tracing_subscriber::reload;
 use tracing_subscriber::util::SubscriberInitExt;
 
-use common::config::LogLevel;
 use common::host::standard_error;
 
 /// Changes the log level while the service runs.
@@ -23,24 +22,15 @@ pub(crate) struct Level(reload::Handle<LevelFilter, Registry>);
 
 impl Level {
     /// Sets the log level: messages below this level are dropped.
-    pub(crate) fn set(&self, level: LogLevel) {
+    pub(crate) fn set(&self, level: tracing::Level) {
         // Reloading the filter fails only after the subscriber was dropped, at the end of the program.
-        let _ = self.0.reload(filter(level));
-    }
-}
-
-fn filter(level: LogLevel) -> LevelFilter {
-    match level {
-        LogLevel::Debug => LevelFilter::DEBUG,
-        LogLevel::Info => LevelFilter::INFO,
-        LogLevel::Warn => LevelFilter::WARN,
-        LogLevel::Error => LevelFilter::ERROR,
+        let _ = self.0.reload(LevelFilter::from_level(level));
     }
 }
 
 /// Sets up logging, once, with the default level.
 pub(super) fn init() -> Level {
-    let (level, handle) = reload::Layer::new(filter(LogLevel::default()));
+    let (level, handle) = reload::Layer::new(LevelFilter::INFO);
     let registry = Registry::default().with(level);
     let journal = if standard_error::is_journal() { tracing_journald::layer().ok() } else { None };
     match journal {

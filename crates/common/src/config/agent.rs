@@ -5,7 +5,6 @@
 
 use std::path::Path;
 
-use super::host_conf::EmptyKey;
 use super::{DevicePath, Isolation, Settings, Topology, below};
 use crate::problem::{LocatedProblem, Origin, Problem};
 
@@ -46,8 +45,13 @@ pub(super) fn is_here(sysroot: &Path, unknown_keys: &[(Origin, String)]) -> bool
 
 /// The settings with which the host agent or its containers fail. If MPS is off, the agent ignores entries of the type
 /// `NVIDIA_MPS`, and only a key without a value can make the agent fail.
-pub(super) fn troubles(settings: &Settings, topology: Option<&Origin>, empty: &[EmptyKey]) -> Vec<Trouble> {
-    let mut troubles: Vec<Trouble> = empty.iter().map(without_value).collect();
+pub(super) fn troubles(
+    settings: &Settings,
+    topology: Option<&Origin>,
+    empty: &[(&'static str, Origin, &'static str)],
+) -> Vec<Trouble> {
+    let mut troubles: Vec<Trouble> =
+        empty.iter().map(|(key, origin, read_as)| without_value(key, origin, read_as)).collect();
     if !settings.enabled {
         return troubles;
     }
@@ -106,8 +110,8 @@ pub(super) fn troubles(settings: &Settings, topology: Option<&Origin>, empty: &[
 }
 
 /// The agent does not treat a key without a value like a missing key.
-fn without_value(EmptyKey { key, origin, read_as }: &EmptyKey) -> Trouble {
+fn without_value(key: &str, origin: &Origin, read_as: &str) -> Trouble {
     let found = format!("the key has no value, so this service takes the key as not set, and {read_as}");
-    let problem = LocatedProblem::new(origin.clone(), *key, found, "write a value or remove the line");
+    let problem = LocatedProblem::new(origin.clone(), key, found, "write a value or remove the line");
     Trouble { name: "agent-empty-value", problem, path: None }
 }

@@ -11,9 +11,9 @@ use std::path::{Path, PathBuf};
 
 use mps_core::terms::PciAddress;
 
-use super::host_conf::boolean;
+use super::host_conf::{Draft, boolean};
 use super::yaml::{self, Node, Pair, Value};
-use super::{DeviceEntry, DevicePath, Findings, Isolation, MpsEntry, SliceKeys};
+use super::{DeviceEntry, DevicePath, Isolation, MpsEntry, SliceKeys};
 use super::{memory, most_clients, percentage, slices};
 use crate::problem::{LocatedProblem, Origin, Problem};
 
@@ -25,7 +25,7 @@ const MPS_TYPE: &str = "NVIDIA_MPS";
 const MAX_ENTRIES: usize = 1024;
 
 /// The entries of the device file, in the order of the file.
-pub(super) fn parse(file: &Path, text: &str, findings: &mut Findings) -> Vec<DeviceEntry> {
+pub(super) fn parse(file: &Path, text: &str, findings: &mut Draft) -> Vec<DeviceEntry> {
     let items = items(file, text, findings);
     let Some((list, items)) = findings.checked(items) else { return Vec::new() };
     let entry = |(index, item): (usize, Node<'_>)| {
@@ -40,7 +40,7 @@ pub(super) fn parse(file: &Path, text: &str, findings: &mut Findings) -> Vec<Dev
 fn items<'t>(
     file: &Path,
     text: &'t str,
-    findings: &mut Findings,
+    findings: &mut Draft,
 ) -> Result<(Origin, Vec<Node<'t>>), LocatedProblem> {
     let place = |line| Origin { file: file.to_owned(), line };
     let write_list = "write `devices:` and below it one entry per device";
@@ -130,7 +130,7 @@ impl<'t> Entry<'t> {
     }
 
     /// Reads the entry. None if the entry is unusable; `findings` then has the problem.
-    fn read(mut self, value: Value<'t>, findings: &mut Findings) -> Option<DeviceEntry> {
+    fn read(mut self, value: Value<'t>, findings: &mut Draft) -> Option<DeviceEntry> {
         let Value::Map(pairs) = value else {
             let keys = "the keys path, type and virtual_number";
             let (found, remedy) = match value {
@@ -187,7 +187,7 @@ impl<'t> Entry<'t> {
     }
 
     /// Reads the keys about the size of one slice, either from the entry or from an element of the list `slices`.
-    fn size(&self, findings: &mut Findings) -> Option<SliceKeys> {
+    fn size(&self, findings: &mut Draft) -> Option<SliceKeys> {
         let memory_mib = findings.checked(self.optional("memory", memory));
         let thread_percentage = findings.checked(self.optional("thread_percentage", percentage));
         let max_clients = findings.checked(self.optional("max_clients", most_clients));
@@ -199,7 +199,7 @@ impl<'t> Entry<'t> {
     }
 
     /// Reads the list `slices`: the keys of each slice. Empty if the entry has no such list, None if the list is unusable.
-    fn own_sizes(&mut self, findings: &mut Findings) -> Option<Vec<SliceKeys>> {
+    fn own_sizes(&mut self, findings: &mut Draft) -> Option<Vec<SliceKeys>> {
         const WRITE_LIST: &str = "write a list of 1 to 999 slices, each as {memory: 20GiB}";
         let Some(Node { line, value }) = self.fields.remove("slices") else { return Some(Vec::new()) };
         let items = match value {
@@ -392,8 +392,8 @@ mod tests {
     const FILE: &str = "/etc/yunion/host_container_device.yml";
     const OUTSIDE: &str = "the key stands outside of the list `devices`";
 
-    fn read(text: &str) -> (Vec<DeviceEntry>, Findings) {
-        let mut findings = Findings::default();
+    fn read(text: &str) -> (Vec<DeviceEntry>, Draft) {
+        let mut findings = Draft::new();
         let entries = parse(Path::new(FILE), text, &mut findings);
         (entries, findings)
     }
@@ -917,7 +917,7 @@ mod tests {
 
     /// Reads any bytes as a device file: reading does not panic, and each `NVIDIA_MPS` entry that it returns is complete.
     fn survives(bytes: &[u8]) {
-        let mut findings = Findings::default();
+        let mut findings = Draft::new();
         let entries = match text_of(Path::new(FILE), bytes) {
             Ok(text) => parse(Path::new(FILE), &text, &mut findings),
             Err(problem) => {

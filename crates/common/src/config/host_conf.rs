@@ -10,13 +10,14 @@ use std::str::FromStr;
 use std::time::Duration;
 
 use strum::VariantNames;
+use tracing::Level;
 
 use super::yaml::{self, Node, Pair, Value};
-use super::{Findings, MultiUser, Settings, ThreadPolicy, Topology};
+use super::{MultiUser, Settings, ThreadPolicy, Topology};
 use super::{percentage, slices, whole};
 use crate::problem::{LocatedProblem, Origin, Problem};
 
-/// The settings from the configuration files that were read so far.
+/// The settings from the configuration files that were read so far, and the findings about these files.
 pub(super) struct Draft {
     pub(super) settings: Settings,
     pub(super) device_file: Option<PathBuf>,
@@ -24,14 +25,14 @@ pub(super) struct Draft {
     /// The file and line of each key's value. A key without an origin has its default value.
     origins: BTreeMap<&'static str, Origin>,
     /// The keys without a value that the host agent reads too. This service treats such a key as a missing key.
-    pub(super) empty: Vec<EmptyKey>,
-}
-
-/// A key without a value, and the meaning that the host agent gives the key, in words.
-pub(super) struct EmptyKey {
-    pub(super) key: &'static str,
-    pub(super) origin: Origin,
-    pub(super) read_as: &'static str,
+    /// With each key are its place and the meaning that the host agent gives the key, in words.
+    pub(super) empty: Vec<(&'static str, Origin, &'static str)>,
+    pub(super) problems: Vec<LocatedProblem>,
+    pub(super) warnings: Vec<LocatedProblem>,
+    pub(super) unknown_keys: Vec<(Origin, String)>,
+    pub(super) overridden: Vec<(&'static str, Origin, Origin)>,
+    /// An unknown key that is probably a misspelt `container_device_config_file`.
+    pub(super) nearly_device_file: Option<LocatedProblem>,
 }
 
 /// The host agent's reaction to a key without a value, if the agent does not accept a text for that key.
@@ -55,7 +56,7 @@ const KEYS: [(&str, Setter); 21] = [
     (PIPE_KEY, |draft, value| directory_for_engines(value).map(|path| draft.settings.pipe_directory = path)),
     (LOG_KEY, |draft, value| directory(value).map(|path| draft.settings.log_directory = path)),
     (REPLICAS_KEY, |draft, value| slices(value).map(|count| draft.settings.replicas = count)),
-    ("log_level", |draft, value| word(value).map(|level| draft.settings.log_level = level)),
+    ("log_level", |draft, value| log_level(value).map(|level| draft.settings.log_level = level)),
     (TOPOLOGY_KEY, |draft, value| word(value).map(|kind| draft.settings.topology = kind)),
     ("cuda_mps_thread_percentage", |draft, value| {
         thread_policy(value).map(|policy| draft.settings.thread_policy = policy)
@@ -131,7 +132,17 @@ impl Draft {
             local_file: Some(PathBuf::from("/etc/yunion/host_local.conf")),
             origins: BTreeMap::new(),
             empty: Vec::new(),
+            problems: Vec::new(),
+            warnings: Vec::new(),
+            unknown_keys: Vec::new(),
+            overridden: Vec::new(),
+            nearly_device_file: None,
         }
+    }
+
+    /// Returns the value. If `read` is an error, adds the problem and returns None.
+    pub(super) fn checked<T>(&mut self, read: Result<T, LocatedProblem>) -> Option<T> {
+        read.map_err(|problem| self.problems.push(problem)).ok()
     }
 
     pub(super) fn origin(&self, key: &str) -> Option<&Origin> {
@@ -139,28 +150,75 @@ impl Draft {
     }
 
     /// Reads one configuration file, whose values override the values of the files that were read before.
-    pub(super) fn overlay(&mut self, file: &Path, text: &str, findings: &mut Findings) {
+    pub(super) fn overlay(&mut self, file: &Path, text: &str) {
         self.settings.sources.push(file.to_owned());
-        let Some((syntax, pairs)) = findings.checked(read(file, text)) else { return };
-        for Chosen { key, setter, line, value } in ours(file, syntax, pairs, findings) {
+        let Some((syntax, pairs)) = self.checked(read(file, text)) else { return };
+        for ((key, setter), Node { line, value }) in self.ours(file, syntax, pairs) {
             let origin = Origin { file: file.to_owned(), line };
             if value == Value::Null {
-                self.empty.extend(read_as(key, syntax).map(|read_as| EmptyKey { key, origin, read_as }));
+                self.empty.extend(read_as(key, syntax).map(|read_as| (key, origin, read_as)));
                 continue;
             }
             // A key without a value in an earlier file is no mistake if a later file has a text for the key: the host agent
             // accepts this too. The key stays a mistake if the host agent can't read the earlier file because of the key without
             // a value.
-            self.empty.retain(|empty| empty.key != key || empty.read_as == MISTAKE);
+            self.empty.retain(|(empty, _, read_as)| *empty != key || *read_as == MISTAKE);
             match setter(self, &value) {
                 Ok(()) => {
                     if let Some(earlier) = self.origins.insert(key, origin.clone()) {
-                        findings.overridden.push((key, earlier, origin));
+                        self.overridden.push((key, earlier, origin));
                     }
                 }
-                Err(wrong) => findings.problems.push(wrong.at(origin, key)),
+                Err(wrong) => self.problems.push(wrong.at(origin, key)),
             }
         }
+    }
+
+    /// The keys that this service reads, in the order of the file, each with its value and the line of the key. Each key appears
+    /// once.
+    fn ours<'t>(
+        &mut self,
+        file: &Path,
+        syntax: Syntax,
+        pairs: Vec<Pair<'t>>,
+    ) -> Vec<((&'static str, Setter), Node<'t>)> {
+        let mut chosen: Vec<((&'static str, Setter), Node<'t>)> = Vec::new();
+        for (Node { line, value: written }, Node { value, .. }) in pairs {
+            let origin = Origin { file: file.to_owned(), line };
+            let written = written.text();
+            let name = written.trim().replace('-', "_");
+            let Some((key, setter)) = KEYS.into_iter().find(|(key, _)| *key == name) else {
+                let written = yaml::printable(&written);
+                if is_nearly_device_file(&name) {
+                    let remedy =
+                        format!("write {DEVICE_FILE_KEY}: without this key every NVIDIA GPU would be served");
+                    let problem = LocatedProblem::new(origin, written, "no such key", remedy);
+                    self.nearly_device_file.get_or_insert(problem);
+                } else if let Some(remedy) = meant_for_us(&name) {
+                    let found = "the service knows no such key and ignores it";
+                    self.warnings.push(LocatedProblem::new(origin, written, found, remedy));
+                } else {
+                    self.unknown_keys.push((origin, written));
+                }
+                continue;
+            };
+            if let Some((_, earlier)) = chosen.iter().find(|((earlier, _), _)| *earlier == key) {
+                let place =
+                    earlier.line.map_or_else(|| "before".to_owned(), |line| format!("on line {line}"));
+                let counts = match syntax {
+                    Syntax::Yaml => "the last line counts",
+                    Syntax::KeyValue => "in `key = value` files the first line counts",
+                };
+                let found = format!("the key is already set {place}; {counts}");
+                self.warnings.push(LocatedProblem::new(origin, key, found, "remove one of the two lines"));
+                match syntax {
+                    Syntax::Yaml => chosen.retain(|((earlier, _), _)| *earlier != key),
+                    Syntax::KeyValue => continue,
+                }
+            }
+            chosen.push(((key, setter), Node { line, value }));
+        }
+        chosen
     }
 
     /// A problem at the place where a file sets one of `keys`: the first of `keys` that a file sets. None if no file sets one of
@@ -172,7 +230,7 @@ impl Draft {
 
     /// Moves the default log directory out of the pipe directory. A control daemon without a private directory makes its FIFO
     /// `log` in the pipe directory, and writes no log if there is a directory of that name.
-    fn place_log(&mut self, findings: &mut Findings) {
+    fn place_log(&mut self) {
         let Settings { pipe_directory, log_directory, .. } = &mut self.settings;
         if !log_directory.starts_with(&*pipe_directory) {
             return;
@@ -193,18 +251,18 @@ impl Draft {
             "choose a directory outside of the pipe directory, or remove the key: the default is then \
              {LOG_BESIDE_PIPE}"
         );
-        findings.warnings.push(LocatedProblem::new(origin.clone(), LOG_KEY, found, remedy));
+        self.warnings.push(LocatedProblem::new(origin.clone(), LOG_KEY, found, remedy));
         self.settings.log_in_pipe = Some(origin.clone());
     }
 
     /// Checks the values of different keys together, after all files were read.
-    pub(super) fn check_together(&mut self, findings: &mut Findings) {
-        self.place_log(findings);
+    pub(super) fn check_together(&mut self) {
+        self.place_log();
         let Settings { pipe_directory, log_directory, topology, .. } = &self.settings;
         if pipe_directory == log_directory {
             let found = format!("found {:?} for both {PIPE_KEY} and {LOG_KEY}", pipe_directory.display());
             let remedy = "give each of the two keys a directory of its own";
-            findings.problems.extend(self.problem_at([LOG_KEY, PIPE_KEY], found, remedy));
+            self.problems.extend(self.problem_at([LOG_KEY, PIPE_KEY], found, remedy));
         }
         let private = self.settings.private_directory();
         if log_directory.starts_with(&private) {
@@ -213,7 +271,7 @@ impl Draft {
                 log_directory.display(),
                 private.display()
             );
-            findings.problems.extend(self.problem_at([LOG_KEY, PIPE_KEY], found, "choose another directory"));
+            self.problems.extend(self.problem_at([LOG_KEY, PIPE_KEY], found, "choose another directory"));
         }
         let (below, socket) = match topology {
             Topology::Shared => ("/".len(), "the control daemon's socket in this directory"),
@@ -233,7 +291,7 @@ impl Draft {
             );
             let longest = SOCKET_PATH_BYTES.saturating_sub(below);
             let remedy = format!("choose a directory with a path of at most {longest} bytes");
-            findings.problems.extend(self.problem_at([PIPE_KEY, TOPOLOGY_KEY], found, &remedy));
+            self.problems.extend(self.problem_at([PIPE_KEY, TOPOLOGY_KEY], found, &remedy));
         } else if length + PRIVATE_SUFFIX.len() > SOCKET_PATH_BYTES
             && self.settings.multiuser != MultiUser::Off
         {
@@ -245,7 +303,7 @@ impl Draft {
                 length = pipe_directory.as_os_str().len()
             );
             let remedy = format!("choose a directory with a path of at most {longest} bytes");
-            findings.warnings.extend(self.problem_at([PIPE_KEY, TOPOLOGY_KEY], found, &remedy));
+            self.warnings.extend(self.problem_at([PIPE_KEY, TOPOLOGY_KEY], found, &remedy));
         }
     }
 }
@@ -316,53 +374,6 @@ fn unquoted(value: &str) -> String {
         Some(text) => text.replace("\\n", "\n").replace("\\r", "\r").replace("\\t", "\t"),
         None => value.to_owned(),
     }
-}
-
-struct Chosen<'t> {
-    key: &'static str,
-    setter: Setter,
-    line: Option<usize>,
-    value: Value<'t>,
-}
-
-/// The keys that this service reads, with their values, in the order of the file. Each key appears once.
-fn ours<'t>(file: &Path, syntax: Syntax, pairs: Vec<Pair<'t>>, findings: &mut Findings) -> Vec<Chosen<'t>> {
-    let mut chosen: Vec<Chosen<'t>> = Vec::new();
-    for (Node { line, value: written }, Node { value, .. }) in pairs {
-        let origin = Origin { file: file.to_owned(), line };
-        let written = written.text();
-        let name = written.trim().replace('-', "_");
-        let Some((key, setter)) = KEYS.into_iter().find(|(key, _)| *key == name) else {
-            let written = yaml::printable(&written);
-            if is_nearly_device_file(&name) {
-                let remedy =
-                    format!("write {DEVICE_FILE_KEY}: without this key every NVIDIA GPU would be served");
-                let problem = LocatedProblem::new(origin, written, "no such key", remedy);
-                findings.nearly_device_file.get_or_insert(problem);
-            } else if let Some(remedy) = meant_for_us(&name) {
-                let found = "the service knows no such key and ignores it";
-                findings.warnings.push(LocatedProblem::new(origin, written, found, remedy));
-            } else {
-                findings.unknown_keys.push((origin, written));
-            }
-            continue;
-        };
-        if let Some(earlier) = chosen.iter().find(|earlier| earlier.key == key) {
-            let place = earlier.line.map_or_else(|| "before".to_owned(), |line| format!("on line {line}"));
-            let counts = match syntax {
-                Syntax::Yaml => "the last line counts",
-                Syntax::KeyValue => "in `key = value` files the first line counts",
-            };
-            let found = format!("the key is already set {place}; {counts}");
-            findings.warnings.push(LocatedProblem::new(origin, key, found, "remove one of the two lines"));
-            match syntax {
-                Syntax::Yaml => chosen.retain(|earlier| earlier.key != key),
-                Syntax::KeyValue => continue,
-            }
-        }
-        chosen.push(Chosen { key, setter, line, value });
-    }
-    chosen
 }
 
 /// The most wrong letters with which an unknown key still counts as a misspelt `container_device_config_file`.
@@ -440,6 +451,16 @@ fn word<T: FromStr + VariantNames>(value: &Value<'_>) -> Result<T, Problem> {
     })
 }
 
+fn log_level(value: &Value<'_>) -> Result<Level, Problem> {
+    match value.text().as_ref() {
+        "debug" => Ok(Level::DEBUG),
+        "info" => Ok(Level::INFO),
+        "warn" => Ok(Level::WARN),
+        "error" => Ok(Level::ERROR),
+        _ => Err(value.wrong("write debug, info, warn or error")),
+    }
+}
+
 fn thread_policy(value: &Value<'_>) -> Result<ThreadPolicy, Problem> {
     match value.text().as_ref() {
         "equal" => Ok(ThreadPolicy::Equal),
@@ -465,30 +486,29 @@ mod tests {
 
     use super::super::text_of;
     use super::*;
-    use crate::config::{CpuAffinity, LogLevel, MayTerminate, MemoryLimit, OnOveruse, Supervision};
+    use crate::config::{CpuAffinity, MayTerminate, MemoryLimit, OnOveruse, Supervision};
 
     const FILE: &str = "/etc/yunion/host.conf";
 
     /// Reads one file, whose values override the defaults.
-    fn overlaid(text: &str) -> (Draft, Findings) {
+    fn overlaid(text: &str) -> Draft {
         let mut draft = Draft::new();
-        let mut findings = Findings::default();
-        draft.overlay(Path::new(FILE), text, &mut findings);
+        draft.overlay(Path::new(FILE), text);
         assert_eq!(std::mem::take(&mut draft.settings.sources), [Path::new(FILE)]);
-        draft.check_together(&mut findings);
-        (draft, findings)
+        draft.check_together();
+        draft
     }
 
     fn settings(text: &str) -> Settings {
-        let (draft, findings) = overlaid(text);
-        assert_eq!(findings.problems, [], "{text}");
+        let draft = overlaid(text);
+        assert_eq!(draft.problems, [], "{text}");
         draft.settings
     }
 
     fn problems(text: &str) -> Vec<LocatedProblem> {
-        let (_, findings) = overlaid(text);
-        assert!(!findings.problems.is_empty(), "no problem in {text:?}");
-        findings.problems
+        let draft = overlaid(text);
+        assert!(!draft.problems.is_empty(), "no problem in {text:?}");
+        draft.problems
     }
 
     /// The only problem of a file: the line, the key, and the text that was found.
@@ -543,7 +563,7 @@ mod tests {
         for empty in ["", "\n", "# only a comment\n", "---\n", "[section]\n# c\nlog_level = info"] {
             assert_eq!(settings(empty), Settings::default(), "{empty:?}");
         }
-        let (draft, _) =
+        let draft =
             overlaid("container_device_config_file: \"\"\ncuda_mps_cdi_directory: ''\nlocal_config_file: ''");
         assert_eq!((draft.device_file, draft.local_file), (None, None));
         // A later empty value removes an earlier value, as it does for the host agent.
@@ -567,14 +587,14 @@ mod tests {
             "servers_path: /opt/cloud/workspace/servers\n",
             "container_device_config_file: /etc/yunion/host_container_device.yml\n",
         );
-        let (draft, findings) = overlaid(text);
+        let draft = overlaid(text);
         assert!(draft.settings.enabled);
-        assert_eq!(draft.settings.log_level, LogLevel::Warn);
+        assert_eq!(draft.settings.log_level, Level::WARN);
         assert_eq!(draft.device_file.as_deref(), Some(Path::new("/etc/yunion/host_container_device.yml")));
         assert_eq!(draft.origin(DEVICE_FILE_KEY).unwrap().line, Some(13));
-        assert_eq!((findings.problems.len(), findings.warnings.len()), (0, 0));
+        assert_eq!((draft.problems.len(), draft.warnings.len()), (0, 0));
         let unknown: Vec<_> =
-            findings.unknown_keys.iter().map(|(at, key)| (at.line.unwrap(), key.as_str())).collect();
+            draft.unknown_keys.iter().map(|(at, key)| (at.line.unwrap(), key.as_str())).collect();
         assert_eq!(
             unknown,
             [
@@ -591,10 +611,10 @@ mod tests {
 
     #[test]
     fn in_yaml_the_last_of_two_equal_keys_counts() {
-        let (draft, findings) = overlaid("cuda_mps_replicas: 4\nlog_level: warn\ncuda-mps-replicas: 6\n");
-        assert_eq!(findings.problems, []);
+        let draft = overlaid("cuda_mps_replicas: 4\nlog_level: warn\ncuda-mps-replicas: 6\n");
+        assert_eq!(draft.problems, []);
         assert_eq!(draft.settings.replicas.get(), 6);
-        let [warning] = findings.warnings.as_slice() else { panic!("{:?}", findings.warnings) };
+        let [warning] = draft.warnings.as_slice() else { panic!("{:?}", draft.warnings) };
         assert_eq!(
             warning.to_string(),
             format!(
@@ -603,17 +623,17 @@ mod tests {
             )
         );
         // The later value of a key overrides the earlier one, so the earlier one is not checked.
-        assert_eq!(settings("log_level: loud\nlog_level: warn\n").log_level, LogLevel::Warn);
+        assert_eq!(settings("log_level: loud\nlog_level: warn\n").log_level, Level::WARN);
     }
 
     #[test]
     fn in_the_older_form_the_first_of_two_equal_keys_counts() {
-        let (draft, findings) = overlaid("cuda_mps_replicas = 4\n\ncuda-mps-replicas = 6\n");
+        let draft = overlaid("cuda_mps_replicas = 4\n\ncuda-mps-replicas = 6\n");
         assert_eq!(draft.settings.replicas.get(), 4);
-        assert_eq!(findings.warnings.len(), 1);
-        assert_eq!(findings.warnings[0].origin.line, Some(3));
-        assert!(findings.warnings[0].problem.found.contains("line 1"), "{}", findings.warnings[0]);
-        assert!(findings.warnings[0].problem.found.contains("first line counts"), "{}", findings.warnings[0]);
+        assert_eq!(draft.warnings.len(), 1);
+        assert_eq!(draft.warnings[0].origin.line, Some(3));
+        assert!(draft.warnings[0].problem.found.contains("line 1"), "{}", draft.warnings[0]);
+        assert!(draft.warnings[0].problem.found.contains("first line counts"), "{}", draft.warnings[0]);
     }
 
     #[test]
@@ -627,14 +647,14 @@ mod tests {
             "networks = [eth0/br0/192.168.0.1, eth1]\n",
             "cuda_mps_thread_percentage = 50\n",
         );
-        let (draft, findings) = overlaid(text);
-        assert_eq!(findings.problems, []);
+        let draft = overlaid(text);
+        assert_eq!(draft.problems, []);
         assert!(draft.settings.enabled);
         assert_eq!(draft.settings.pipe_directory, Path::new("/run/mps/pipe"));
         assert_eq!(draft.settings.log_directory, Path::new("/run/mps/log"));
         assert_eq!(draft.settings.thread_policy, ThreadPolicy::Fixed(50));
         assert_eq!(draft.origin(PIPE_KEY).unwrap().line, Some(4));
-        assert_eq!(findings.unknown_keys.len(), 1);
+        assert_eq!(draft.unknown_keys.len(), 1);
         assert_eq!(unquoted("\"a\\tb\""), "a\tb");
         assert_eq!(unquoted("a\\tb"), "a\\tb");
         assert_eq!(unquoted("\""), "\"");
@@ -663,10 +683,10 @@ mod tests {
             let told = problems(&format!("cuda_mps_pipe_directory: '{path}'\n"));
             assert_eq!(told.len(), 1, "{path}");
             assert!(told[0].problem.remedy.contains("Docker and Podman"), "{}", told[0]);
-            let (_, of_logs) = overlaid(&format!("cuda_mps_log_directory: '{path}'\n"));
+            let of_logs = overlaid(&format!("cuda_mps_log_directory: '{path}'\n"));
             assert_eq!(of_logs.problems, [], "{path}");
         }
-        let (_, word) = overlaid("cuda_mps_pipe_directory: '/a$HOME,é/pipe'\n");
+        let word = overlaid("cuda_mps_pipe_directory: '/a$HOME,é/pipe'\n");
         assert_eq!(word.problems, []);
     }
 
@@ -758,7 +778,7 @@ mod tests {
             "cuda_mps_cdi_directory: /var/run/cdi/\nservers_path: /srv/guests\n",
         );
         let expected = Settings {
-            log_level: LogLevel::Error,
+            log_level: Level::ERROR,
             topology: Topology::PerGpu,
             thread_policy: ThreadPolicy::Balanced,
             multiuser: MultiUser::Off,
@@ -832,10 +852,9 @@ mod tests {
 
     #[test]
     fn a_log_directory_that_a_file_puts_into_the_pipe_directory_is_a_warning() {
-        let (draft, findings) =
-            overlaid("cuda_mps_pipe_directory: /run/mps\ncuda_mps_log_directory: /run/mps/log\n");
-        assert_eq!(findings.problems, []);
-        let [warning] = <[LocatedProblem; 1]>::try_from(findings.warnings).unwrap();
+        let draft = overlaid("cuda_mps_pipe_directory: /run/mps\ncuda_mps_log_directory: /run/mps/log\n");
+        assert_eq!(draft.problems, []);
+        let [warning] = <[LocatedProblem; 1]>::try_from(draft.warnings).unwrap();
         assert_eq!((warning.origin.line, warning.key.as_str()), (Some(2), LOG_KEY));
         assert_eq!(draft.settings.log_in_pipe, Some(warning.origin));
         assert_eq!(draft.settings.log_directory, Path::new("/run/mps/log"));
@@ -865,12 +884,12 @@ mod tests {
 
     #[test]
     fn a_misspelt_key_is_a_warning() {
-        let (_, findings) = overlaid("cuda_mps_replica: 4\nEnable_CUDA_mps: true\nreplicas: 4\n");
+        let draft = overlaid("cuda_mps_replica: 4\nEnable_CUDA_mps: true\nreplicas: 4\n");
         let warned: Vec<_> =
-            findings.warnings.iter().map(|w| (w.origin.line.unwrap(), w.key.as_str())).collect();
+            draft.warnings.iter().map(|w| (w.origin.line.unwrap(), w.key.as_str())).collect();
         assert_eq!(warned, [(1, "cuda_mps_replica"), (2, "Enable_CUDA_mps")]);
-        assert!(findings.warnings[1].problem.remedy.contains("enable_cuda_mps"));
-        assert_eq!(findings.unknown_keys.len(), 1);
+        assert!(draft.warnings[1].problem.remedy.contains("enable_cuda_mps"));
+        assert_eq!(draft.unknown_keys.len(), 1);
     }
 
     #[test]
@@ -897,8 +916,8 @@ mod tests {
             }
         }
         assert_eq!(without, [DEVICE_FILE_KEY, "cuda_mps_cdi_directory"]);
-        let (draft, findings) = overlaid(&file);
-        assert_eq!((findings.problems, findings.warnings), (Vec::new(), Vec::new()));
+        let draft = overlaid(&file);
+        assert_eq!((draft.problems, draft.warnings), (Vec::new(), Vec::new()));
         assert_eq!(draft.origins.len() + without.len(), KEYS.len(), "one value for each key");
         let default = Draft::new();
         assert_eq!(draft.settings, default.settings);
@@ -920,7 +939,7 @@ mod tests {
             (pipe_directory, log_directory) in (directory_in_one_word(), any_directory()).prop_filter("differ", |(a, b)| a != b),
             cdi_directory in proptest::option::of(any_directory()),
             replicas in 1u32..=999,
-            log_level in prop::sample::select(vec![LogLevel::Debug, LogLevel::Info, LogLevel::Warn, LogLevel::Error]),
+            log_level in prop::sample::select(vec![Level::DEBUG, Level::INFO, Level::WARN, Level::ERROR]),
             topology in prop::sample::select(vec![Topology::Shared, Topology::PerGpu, Topology::PerSlice]),
             thread_policy in prop_oneof![
                 Just(ThreadPolicy::Equal),
@@ -977,7 +996,7 @@ mod tests {
             (PIPE_KEY, path(&settings.pipe_directory)),
             (LOG_KEY, path(&settings.log_directory)),
             ("cuda_mps_replicas", settings.replicas.to_string()),
-            ("log_level", format!("{:?}", settings.log_level).to_lowercase()),
+            ("log_level", settings.log_level.to_string().to_lowercase()),
             (
                 TOPOLOGY_KEY,
                 match settings.topology {
@@ -1030,17 +1049,16 @@ mod tests {
     /// Reads any bytes as host.conf: reading does not panic, and an unreadable file gives a problem.
     fn survives(bytes: &[u8]) {
         let mut draft = Draft::new();
-        let mut findings = Findings::default();
         match text_of(Path::new(FILE), bytes) {
-            Ok(text) => draft.overlay(Path::new(FILE), &text, &mut findings),
-            Err(problem) => findings.problems.push(problem),
+            Ok(text) => draft.overlay(Path::new(FILE), &text),
+            Err(problem) => draft.problems.push(problem),
         }
-        draft.check_together(&mut findings);
-        for problem in findings.problems.iter().chain(&findings.warnings) {
+        draft.check_together();
+        for problem in draft.problems.iter().chain(&draft.warnings) {
             assert_eq!(problem.origin.file, Path::new(FILE));
             assert!(!problem.problem.found.is_empty() && !problem.problem.remedy.is_empty());
         }
-        if findings.problems.is_empty() {
+        if draft.problems.is_empty() {
             let settings = draft.settings;
             assert!((1..=999).contains(&settings.replicas.get()));
             assert!(
@@ -1059,9 +1077,9 @@ mod tests {
             }
             for between in [": ", " = "] {
                 let text: String = lines.iter().map(|(key, value)| format!("{key}{between}{value}\n")).collect();
-                let (draft, findings) = overlaid(&text);
-                prop_assert_eq!(&findings.problems, &[], "{}", text);
-                prop_assert_eq!(&findings.warnings, &[], "{}", text);
+                let draft = overlaid(&text);
+                prop_assert_eq!(&draft.problems, &[], "{}", text);
+                prop_assert_eq!(&draft.warnings, &[], "{}", text);
                 prop_assert_eq!(&draft.settings, &settings, "{}", text);
             }
         }

@@ -17,6 +17,7 @@ use std::time::Duration;
 
 use mps_core::terms::PciAddress;
 use strum::{EnumString, VariantNames};
+use tracing::Level;
 
 use crate::host::regular_file::{self, Unreadable};
 use crate::problem::{LocatedProblem, Origin, Problem};
@@ -40,7 +41,8 @@ pub struct Settings {
     pub log_in_pipe: Option<Origin>,
     /// `cuda_mps_replicas`: the number of slices of each GPU if no entry of the device file says which GPUs to serve.
     pub replicas: NonZeroU32,
-    pub log_level: LogLevel,
+    /// `log_level`: messages below this level are not written.
+    pub log_level: Level,
     pub topology: Topology,
     pub thread_policy: ThreadPolicy,
     pub multiuser: MultiUser,
@@ -71,7 +73,7 @@ impl Default for Settings {
             log_directory: PathBuf::from("/tmp/nvidia-mps/log"),
             log_in_pipe: None,
             replicas: NonZeroU32::MIN.saturating_add(9),
-            log_level: LogLevel::default(),
+            log_level: Level::INFO,
             topology: Topology::default(),
             thread_policy: ThreadPolicy::default(),
             multiuser: MultiUser::default(),
@@ -211,16 +213,6 @@ impl fmt::Display for DevicePath {
             Self::Other(text) => write!(f, "{text:?}"),
         }
     }
-}
-
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, EnumString, VariantNames)]
-#[strum(serialize_all = "snake_case")]
-pub enum LogLevel {
-    Debug,
-    #[default]
-    Info,
-    Warn,
-    Error,
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, EnumString, VariantNames)]
@@ -379,49 +371,29 @@ pub struct Refused {
     pub warnings: Vec<LocatedProblem>,
 }
 
-#[derive(Debug, Default)]
-struct Findings {
-    problems: Vec<LocatedProblem>,
-    warnings: Vec<LocatedProblem>,
-    unknown_keys: Vec<(Origin, String)>,
-    overridden: Vec<(&'static str, Origin, Origin)>,
-    /// An unknown key that is probably a misspelt `container_device_config_file`.
-    nearly_device_file: Option<LocatedProblem>,
-}
-
-impl Findings {
-    /// Returns the value. If `read` is an error, adds the problem and returns None.
-    fn checked<T>(&mut self, read: Result<T, LocatedProblem>) -> Option<T> {
-        read.map_err(|problem| self.problems.push(problem)).ok()
-    }
-}
-
 /// Reads the main file, then the local file that overrides it, then the device file that they name.
 pub fn load(sources: &Sources) -> Result<Loaded, Refused> {
-    let mut findings = Findings::default();
     let mut draft = Draft::new();
-    read_main_file(sources, &mut draft, &mut findings);
+    read_main_file(sources, &mut draft);
     if let Some(file) = draft.local_file.clone() {
         // A missing local file is no problem, even if a key names it.
-        match findings.checked(read_text(&sources.sysroot, &file)) {
-            Some(Some(text)) => draft.overlay(&file, &text, &mut findings),
+        match draft.checked(read_text(&sources.sysroot, &file)) {
+            Some(Some(text)) => draft.overlay(&file, &text),
             Some(None) => draft.settings.absent.push(file),
             None => {}
         }
     }
-    draft.check_together(&mut findings);
-    read_device_file(sources, &mut draft, &mut findings);
-    let Findings { problems, warnings, unknown_keys, overridden, .. } = findings;
-    if problems.is_empty() {
-        draft.settings.says_enabled = draft.origin(ENABLE_KEY).is_some();
-        let platform = agent::is_here(&sources.sysroot, &unknown_keys);
-        let agent =
-            platform.then(|| agent::troubles(&draft.settings, draft.origin(TOPOLOGY_KEY), &draft.empty));
-        let agent = agent.unwrap_or_default();
-        Ok(Loaded { settings: draft.settings, platform, warnings, agent, unknown_keys, overridden })
-    } else {
-        Err(Refused { problems, warnings })
+    draft.check_together();
+    read_device_file(sources, &mut draft);
+    if !draft.problems.is_empty() {
+        return Err(Refused { problems: draft.problems, warnings: draft.warnings });
     }
+    draft.settings.says_enabled = draft.origin(ENABLE_KEY).is_some();
+    let platform = agent::is_here(&sources.sysroot, &draft.unknown_keys);
+    let agent = platform.then(|| agent::troubles(&draft.settings, draft.origin(TOPOLOGY_KEY), &draft.empty));
+    let agent = agent.unwrap_or_default();
+    let Draft { settings, warnings, unknown_keys, overridden, .. } = draft;
+    Ok(Loaded { settings, warnings, platform, agent, unknown_keys, overridden })
 }
 
 /// The default path of the main file. Messages name this path if the host has no main file.
@@ -468,39 +440,38 @@ impl Sources {
     }
 }
 
-fn read_main_file(sources: &Sources, draft: &mut Draft, findings: &mut Findings) {
+fn read_main_file(sources: &Sources, draft: &mut Draft) {
     for file in sources.main_files() {
-        match findings.checked(read_text(&sources.sysroot, file)) {
-            Some(Some(text)) => return draft.overlay(file, &text, findings),
+        match draft.checked(read_text(&sources.sysroot, file)) {
+            Some(Some(text)) => return draft.overlay(file, &text),
             Some(None) => draft.settings.absent.push(file.to_owned()),
             None => return,
         }
     }
     let (file, list, remedy) = match &sources.config {
-        Some(file) => (
-            file.as_path(),
-            &mut findings.problems,
-            "create the file or correct the path on the command line",
-        ),
-        None => (Path::new(MAIN_FILE), &mut findings.warnings, "without this file every key has its default"),
+        Some(file) => {
+            (file.as_path(), &mut draft.problems, "create the file or correct the path on the command line")
+        }
+        None => (Path::new(MAIN_FILE), &mut draft.warnings, "without this file every key has its default"),
     };
     list.push(LocatedProblem::new(Origin::whole(file), "", "no such file", remedy));
 }
 
-fn read_device_file(sources: &Sources, draft: &mut Draft, findings: &mut Findings) {
-    let before = findings.problems.len();
-    match (&draft.device_file, findings.nearly_device_file.take()) {
+fn read_device_file(sources: &Sources, draft: &mut Draft) {
+    let before = draft.problems.len();
+    match (&draft.device_file, draft.nearly_device_file.take()) {
         // Without a device file every GPU is served. A misspelt `container_device_config_file` must not have the effect that
         // every GPU is served, so the misspelt key is a problem.
-        (None, problem) => findings.problems.extend(problem),
-        (Some(_), problem) => findings.warnings.extend(problem),
+        (None, problem) => draft.problems.extend(problem),
+        (Some(_), problem) => draft.warnings.extend(problem),
     }
     if let Some(file) = draft.device_file.clone() {
-        match findings.checked(read_text(&sources.sysroot, &file)) {
+        match draft.checked(read_text(&sources.sysroot, &file)) {
             Some(Some(text)) => {
-                draft.settings.devices = device_file::parse(&file, &text, findings);
-                if findings.problems.is_empty() {
-                    findings.warnings.extend(without_entry(&file, draft));
+                draft.settings.devices = device_file::parse(&file, &text, draft);
+                if draft.problems.is_empty() {
+                    let warning = without_entry(&file, draft);
+                    draft.warnings.extend(warning);
                 }
                 draft.settings.sources.push(file);
             }
@@ -508,7 +479,7 @@ fn read_device_file(sources: &Sources, draft: &mut Draft, findings: &mut Finding
                 let origin = draft.origin(DEVICE_FILE_KEY).cloned().unwrap_or_else(|| Origin::whole(&file));
                 let found = format!("no such file: {}", file.display());
                 let remedy = "create the file or correct the path";
-                findings.problems.push(LocatedProblem::new(origin, DEVICE_FILE_KEY, found, remedy));
+                draft.problems.push(LocatedProblem::new(origin, DEVICE_FILE_KEY, found, remedy));
             }
             None => {}
         }
@@ -517,7 +488,7 @@ fn read_device_file(sources: &Sources, draft: &mut Draft, findings: &mut Finding
     // the problems of the device file become warnings. But if the configuration has another problem, MPS may be off by mistake,
     // and the problems of the device file stay problems.
     if !draft.settings.enabled && before == 0 {
-        findings.warnings.extend(findings.problems.drain(before..));
+        draft.warnings.extend(draft.problems.drain(before..));
     }
 }
 
@@ -723,7 +694,7 @@ mod tests {
         let settings = loaded.settings;
         assert!(settings.enabled);
         assert_eq!(settings.replicas.get(), 6);
-        assert_eq!(settings.log_level, LogLevel::Warn);
+        assert_eq!(settings.log_level, Level::WARN);
         assert_eq!(settings.devices.len(), 1);
         assert_eq!(settings.devices[0].origin.to_string(), "/etc/devices.yml:2");
         assert_eq!(settings.sources, paths(&[MAIN_FILE, LOCAL_FILE, "/etc/devices.yml"]));

@@ -149,12 +149,11 @@ pub(super) fn parse<'t>(file: &Path, text: &'t str) -> Result<Node<'t>, LocatedP
     let Some(document) = serde_yaml::Deserializer::from_str(text).next() else {
         return Ok(Node::without_line(Value::Null));
     };
-    let source = Source {
-        text,
-        newlines: text.bytes().enumerate().filter(|(_, byte)| *byte == b'\n').map(|(at, _)| at).collect(),
-        budget: Cell::new(text.len().saturating_mul(2).saturating_add(ALIAS_ALLOWANCE)),
-    };
-    NodeSeed { source: &source, depth: 0 }.deserialize(document).map_err(|error| problem(file, text, &error))
+    let newlines: Vec<usize> =
+        text.bytes().enumerate().filter(|(_, byte)| *byte == b'\n').map(|(at, _)| at).collect();
+    let budget = Cell::new(text.len().saturating_mul(2).saturating_add(ALIAS_ALLOWANCE));
+    let whole = NodeSeed { text, newlines: &newlines, budget: &budget, depth: 0 };
+    whole.deserialize(document).map_err(|error| problem(file, text, &error))
 }
 
 fn problem(file: &Path, text: &str, error: &serde_yaml::Error) -> LocatedProblem {
@@ -186,18 +185,24 @@ const MAX_LINE_BYTES: usize = 16 << 10;
 /// The greatest depth of nested lists and mappings. An alias that contains itself would nest without end.
 const MAX_DEPTH: u8 = 32;
 
-/// The input text and the facts that the reader of every value needs.
-struct Source<'t> {
+/// The reader of a value: the input text, and the facts that the reader of every value needs.
+#[derive(Clone, Copy)]
+struct NodeSeed<'s, 't> {
     text: &'t str,
-    newlines: Vec<usize>,
+    newlines: &'s [usize],
     /// The number of values and copied bytes that the reader may still build. An alias repeats its value, so a small file could
     /// ask for any number of values. A file without aliases never reaches the limit, since each value and each copied byte takes
     /// at least half a byte of the file.
-    budget: Cell<usize>,
+    budget: &'s Cell<usize>,
+    depth: u8,
 }
 
-impl<'t> Source<'t> {
-    fn spend<E: de::Error>(&self, amount: usize) -> Result<(), E> {
+impl<'t> NodeSeed<'_, 't> {
+    fn inner(self) -> Self {
+        Self { depth: self.depth.saturating_add(1), ..self }
+    }
+
+    fn spend<E: de::Error>(self, amount: usize) -> Result<(), E> {
         let left = self
             .budget
             .get()
@@ -208,7 +213,7 @@ impl<'t> Source<'t> {
     }
 
     /// A text that `serde_yaml` borrows from the input.
-    fn lent(&self, text: &'t str) -> Node<'t> {
+    fn lent(self, text: &'t str) -> Node<'t> {
         let start = text.as_ptr().addr().checked_sub(self.text.as_ptr().addr());
         let start = start.filter(|start| *start <= self.text.len());
         let end = start.map(|start| start.saturating_add(text.len()));
@@ -219,12 +224,6 @@ impl<'t> Source<'t> {
     }
 }
 
-#[derive(Clone, Copy)]
-struct NodeSeed<'s, 't> {
-    source: &'s Source<'t>,
-    depth: u8,
-}
-
 impl<'t> DeserializeSeed<'t> for NodeSeed<'_, 't> {
     type Value = Node<'t>;
 
@@ -232,14 +231,8 @@ impl<'t> DeserializeSeed<'t> for NodeSeed<'_, 't> {
         if self.depth > MAX_DEPTH {
             return Err(de::Error::custom("the values are nested too deeply, or an alias contains itself"));
         }
-        self.source.spend(1)?;
+        self.spend(1)?;
         deserializer.deserialize_any(self)
-    }
-}
-
-impl NodeSeed<'_, '_> {
-    fn inner(self) -> Self {
-        Self { depth: self.depth.saturating_add(1), ..self }
     }
 }
 
@@ -286,14 +279,14 @@ impl<'t> de::Visitor<'t> for NodeSeed<'_, 't> {
     }
 
     fn visit_borrowed_str<E: de::Error>(self, text: &'t str) -> Result<Node<'t>, E> {
-        Ok(self.source.lent(text))
+        Ok(self.lent(text))
     }
 
     /// A text whose form in the input differs from its value: the text has escapes, is folded or spans several lines. A plain
     /// text that spans several lines is neither a boolean nor a number, so it does not matter that every text with another form
     /// in the input counts as quoted.
     fn visit_str<E: de::Error>(self, text: &str) -> Result<Node<'t>, E> {
-        self.source.spend(text.len())?;
+        self.spend(text.len())?;
         Ok(Node::without_line(Value::Text { text: text.to_owned().into(), quoted: true }))
     }
 
