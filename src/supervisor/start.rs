@@ -12,7 +12,7 @@ use crate::mps::control::{Control, ControlError};
 use crate::mps::launch::{Launch, PausedProcess};
 use crate::mps::log::Follower;
 use crate::mps::process::{self, Process};
-use common::directories::{self, BadDirectory, LogFile, immutable};
+use common::directories::{self, BadDirectory, immutable};
 use common::host::{driver, systemd};
 use common::plan::ControlDaemonPlan;
 use common::problem::Problem;
@@ -247,9 +247,9 @@ impl Worker {
         let logs = directories::open(&plan.log_directory).map_err(waiting)?;
         let path = plan.log_directory.join("control.log");
         let log_error = |error: std::io::Error| Failure::Failed(format!("{}: {error}", path.display()));
-        let LogFile { output, file, moved_away } =
-            directories::open_log(&logs, "control.log").map_err(log_error)?;
-        if let Some(what) = moved_away {
+        let mut moved = Vec::new();
+        let (output, file) = directories::open_log(&logs, "control.log", &mut moved).map_err(log_error)?;
+        for what in moved {
             self.reporter.warning(format!("{path} {what}; the log is a new file", path = path.display()));
         }
         let begin = file.metadata().map_err(log_error)?.len();

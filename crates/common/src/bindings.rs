@@ -1,8 +1,8 @@
 //! The bindings of control groups to slices, as the state file has them.
 
 use std::borrow::Cow;
+use std::mem;
 use std::sync::Arc;
-use std::{io, mem};
 
 pub use mps_core::bindings::pod_of;
 use mps_core::bindings::{self, Binding, BoundBy, ControlGroup};
@@ -28,26 +28,10 @@ struct BindingEntry<'a> {
     was_used: bool,
 }
 
-/// A writer that counts the bytes and stores none.
-struct ByteCount(usize);
-
-impl io::Write for ByteCount {
-    fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
-        self.0 = self.0.saturating_add(bytes.len());
-        Ok(bytes.len())
-    }
-
-    fn flush(&mut self) -> io::Result<()> {
-        Ok(())
-    }
-}
-
 /// The bytes that a binding needs in the state file, with the comma before the next entry.
 pub fn bytes_of(binding: &Binding<SliceId>) -> usize {
-    let mut count = ByteCount(1);
-    // Serializing can't fail: the entry has only texts and numbers, and `ByteCount` accepts all bytes.
-    let _ = serde_json::to_writer(&mut count, &BindingEntry::from(binding));
-    count.0
+    // Serializing can't fail: the entry has only texts and numbers.
+    serde_json::to_string(&BindingEntry::from(binding)).map_or(usize::MAX, |entry| entry.len() + ",".len())
 }
 
 impl<'a> From<&'a Binding<SliceId>> for BindingEntry<'a> {

@@ -366,21 +366,11 @@ fn repair(path: &Path, was: u32, mode: u32) -> String {
     format!("the mode of {path} was {was:04o}, and is {mode:04o} again")
 }
 
-#[derive(Debug)]
-pub struct LogFile {
-    /// The log file, opened for appending.
-    pub output: File,
-    /// The log file, opened for reading and truncating.
-    pub file: File,
-    /// A message about a wrong file that had the name of the log: what was wrong with that file, and its new name.
-    pub moved_away: Option<String>,
-}
-
 /// Opens the log with this name in a directory that [`open`] returned, and makes it if it is missing. The function accepts only a
 /// regular file that belongs to root and has no second hard link. Other users could read or write any other file, so any other
-/// file with the name of the log is renamed.
-pub fn open_log(directory: impl AsFd, name: &str) -> io::Result<LogFile> {
-    let mut moved_away = None;
+/// file with the name of the log is renamed, and `moved` gets a message about it: the reason, and the new name. Returns the log
+/// opened for appending, and the log opened for reading and truncating.
+pub fn open_log(directory: impl AsFd, name: &str, moved: &mut Vec<String>) -> io::Result<(File, File)> {
     loop {
         let output = match find_log(&directory, name)? {
             Some(Ok(entry)) => reopen(&entry, OFlags::APPEND | OFlags::WRONLY)?,
@@ -392,12 +382,12 @@ pub fn open_log(directory: impl AsFd, name: &str) -> io::Result<LogFile> {
             },
             Some(Err(why)) => {
                 let new = move_away(&directory, name)?;
-                moved_away = Some(format!("{why} and was renamed to {new}"));
+                moved.push(format!("{why} and was renamed to {new}"));
                 continue;
             }
         };
         let file = reopen(&output, OFlags::RDWR)?;
-        return Ok(LogFile { output, file, moved_away });
+        return Ok((output, file));
     }
 }
 
@@ -553,14 +543,18 @@ mod tests {
         let base = tempfile::tempdir().unwrap();
         let (log, elsewhere) = (base.path().join("log"), base.path().join("elsewhere"));
         let directory = open(&log).unwrap();
-        let opened = |name: &str| open_log(&directory, name).unwrap();
-        assert_eq!(opened("control.log").moved_away, None);
+        let opened = |name: &str| {
+            let mut moved = Vec::new();
+            let (output, file) = open_log(&directory, name, &mut moved).unwrap();
+            (output, file, moved)
+        };
+        assert!(opened("control.log").2.is_empty());
         std::fs::write(log.join("control.log"), "kept\n").unwrap();
-        let mut again = opened("control.log");
-        assert_eq!(again.moved_away, None);
-        again.output.write_all(b"appended\n").unwrap();
+        let (mut output, file, moved) = opened("control.log");
+        assert!(moved.is_empty());
+        output.write_all(b"appended\n").unwrap();
         assert_eq!(std::fs::read_to_string(log.join("control.log")).unwrap(), "kept\nappended\n");
-        again.file.set_len(0).unwrap();
+        file.set_len(0).unwrap();
 
         std::fs::write(&elsewhere, "not ours\n").unwrap();
         symlink(&elsewhere, log.join("link")).unwrap();
@@ -579,9 +573,9 @@ mod tests {
             refused.push(("theirs", "belonged to user 65534"));
         }
         for (name, why) in refused {
-            let mut opened = opened(name);
-            assert_eq!(opened.moved_away, Some(format!("{why} and was renamed to {name}.refused-1")));
-            opened.output.write_all(b"ours\n").unwrap();
+            let (mut output, _, moved) = opened(name);
+            assert_eq!(moved, [format!("{why} and was renamed to {name}.refused-1")]);
+            output.write_all(b"ours\n").unwrap();
             assert_eq!(std::fs::read_to_string(log.join(name)).unwrap(), "ours\n");
             assert!(std::fs::symlink_metadata(log.join(format!("{name}.refused-1"))).is_ok());
         }
@@ -590,8 +584,8 @@ mod tests {
             symlink(&elsewhere, log.join(format!("full.refused-{number}"))).unwrap();
         }
         symlink(&elsewhere, log.join("full")).unwrap();
-        let moved = opened("full").moved_away.unwrap();
-        assert!(moved.starts_with("was a symbolic link and was renamed to full.refused-"), "{moved}");
+        let (_, _, moved) = opened("full");
+        assert!(moved[0].starts_with("was a symbolic link and was renamed to full.refused-"), "{moved:?}");
         // Any user could have written to a log with this mode.
         std::fs::set_permissions(log.join("control.log"), PermissionsExt::from_mode(0o666)).unwrap();
         opened("control.log");

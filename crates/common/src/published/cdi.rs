@@ -2,7 +2,6 @@
 //! `docs/cdi.md` gives the reasons.
 
 use std::fs;
-use std::io;
 use std::path::Path;
 
 use rustix::io::Errno;
@@ -10,6 +9,7 @@ use serde_json::{Value, json};
 
 use crate::directories;
 use crate::host::regular_file;
+use crate::problem::Problem;
 use crate::published::container::{ChosenSlice, Mount, container_config, gives_gpus};
 use crate::published::snapshot::{GpuView, Snapshot};
 use crate::whole_file;
@@ -98,30 +98,22 @@ fn hook(program: &Path, arguments: &[&str]) -> Value {
 
 fn mount(mount: &Mount) -> Value {
     json!({
-        "hostPath": mount.host.display().to_string(),
-        "containerPath": mount.container.display().to_string(),
+        "hostPath": mount.host,
+        "containerPath": mount.container,
         "options": [if mount.read_only { "ro" } else { "rw" }, "nosuid", "nodev", "bind"],
     })
 }
 
-#[derive(Debug, thiserror::Error)]
-pub enum CdiError {
-    #[error(transparent)]
-    Directory(#[from] directories::BadDirectory),
-    #[error("{file}: can't be {what}: {error}")]
-    File { file: String, what: &'static str, error: io::Error },
-}
-
 /// Writes the spec into `directory`, unless the file already has this content. A reader never sees half of the spec. After an
 /// error the old file is unchanged.
-pub fn write(directory: &Path, spec: &str) -> Result<(), CdiError> {
-    directories::open(directory)?;
+pub fn write(directory: &Path, spec: &str) -> Result<(), Problem> {
+    directories::open(directory).map_err(|bad| bad.problem.prefixed(bad.path.display()))?;
     let file = directory.join(FILE);
     if read(&file).is_some_and(|current| current == spec.as_bytes()) {
         return Ok(());
     }
     let written = whole_file::write_durably(&file, spec.as_bytes());
-    written.map_err(|error| CdiError::File { file: file.display().to_string(), what: "written", error })
+    written.map_err(|error| format!("{}: can't be written: {error}", file.display()).into())
 }
 
 /// The present content of the file. None if the file can't be read, or is a link.
@@ -131,12 +123,10 @@ fn read(file: &Path) -> Option<Vec<u8>> {
 }
 
 /// Removes the spec at `file`. A missing file is no error.
-pub fn remove(file: &Path) -> Result<(), CdiError> {
+pub fn remove(file: &Path) -> Result<(), Problem> {
     match rustix::fs::unlink(file) {
         Ok(()) | Err(Errno::NOENT | Errno::NOTDIR) => Ok(()),
-        Err(error) => {
-            Err(CdiError::File { file: file.display().to_string(), what: "removed", error: error.into() })
-        }
+        Err(error) => Err(format!("{}: can't be removed: {error}", file.display()).into()),
     }
 }
 
@@ -232,7 +222,7 @@ mod tests {
         assert_eq!(file.metadata().unwrap().ino(), before.ino());
         let open = fs::File::open(&file).unwrap();
         write(&directory, "two").unwrap();
-        assert_eq!(io::read_to_string(open).unwrap(), "one");
+        assert_eq!(std::io::read_to_string(open).unwrap(), "one");
         assert_eq!(fs::read_to_string(&file).unwrap(), "two");
         assert_eq!(fs::read_dir(&directory).unwrap().count(), 1);
         remove(&file).unwrap();
