@@ -17,9 +17,9 @@ use common::bus::error::RequestError;
 use common::bus::proxy::GroupOf;
 use common::host::{control_groups, proc};
 use common::published::access::choose;
-use common::published::container::{ChosenSlice, ContainerError};
+use common::published::container::{ChosenSlice, none_named};
 use common::published::free;
-use common::published::snapshot::{Named, Snapshot};
+use common::published::snapshot::Snapshot;
 
 /// The time between two checks of the control groups that are bound.
 const LOOK_PERIOD: Duration = Duration::from_secs(5);
@@ -47,9 +47,9 @@ impl Daemon {
                 // binding.
                 _ if wanted.shares => Vec::new(),
                 WantedSlices::All(names) => {
-                    names.iter().filter_map(|name| Some(snapshot.find(name)?.id())).collect()
+                    names.iter().filter_map(|name| Some(snapshot.find(name)?.1)).collect()
                 }
-                WantedSlices::OneOf(all) => all.iter().map(|one| DeviceName::Slice(one.slice)).collect(),
+                WantedSlices::OneOf(all) => all.iter().map(|(slice, _)| DeviceName::Slice(*slice)).collect(),
             };
             let ended = make_way(&mut bindings, &group, &named);
             let asker = Asker { control_group: Some(&group.path), by: BoundBy::Root, shares: wanted.shares };
@@ -91,7 +91,7 @@ impl Daemon {
             match snapshot.find(&device.to_string()) {
                 // The host agent's records name this slice, so the control group gets the slice even if it is drained: the
                 // container of the control group has the slice already.
-                Some(Named::Slice(gpu, ordinal)) => gpu.plan.slice(ordinal),
+                Some((_, DeviceName::Slice(slice))) => slice,
                 // The records name a GPU, so the control group gets any free slice of it.
                 _ => {
                     let asker =
@@ -99,7 +99,7 @@ impl Daemon {
                     let names = [device.to_string()];
                     match choose(&snapshot, &names, &bindings, asker)?.first() {
                         Some(chosen) => chosen.slice(),
-                        None => return Err(ContainerError::NoneNamed.into()),
+                        None => return Err(none_named()),
                     }
                 }
             }
@@ -239,7 +239,7 @@ fn slices(
     wanted: &WantedSlices,
     bindings: &SliceBindings,
     asker: Asker<'_>,
-) -> Result<Vec<SliceId>, ContainerError> {
+) -> Result<Vec<SliceId>, RequestError> {
     let chosen = match wanted {
         WantedSlices::All(names) => choose(snapshot, names, bindings, asker)?,
         WantedSlices::OneOf(candidates) => vec![free::choose(snapshot, candidates, bindings, asker)?],

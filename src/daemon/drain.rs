@@ -6,7 +6,7 @@ use super::Daemon;
 use crate::dbus::Reply;
 use common::bus::error::RequestError;
 use common::drained::{Drained, SliceCounts};
-use common::published::container::ContainerError;
+use common::published::container::{no_such_device, not_ready};
 use common::published::snapshot::Snapshot;
 
 impl Daemon {
@@ -66,13 +66,13 @@ fn published(
     drained: &Drained,
 ) -> Result<Vec<DeviceName>, RequestError> {
     if !asked.is_empty() && snapshot.gpus.is_none() {
-        return Err(ContainerError::not_ready(snapshot).into());
+        return Err(not_ready(snapshot));
     }
     let name = |asked: &String| match snapshot.find(asked) {
-        Some(found) => Ok(found.id()),
+        Some((_, name)) => Ok(name),
         None => match asked.parse() {
             Ok(name) if drained.names(name) => Ok(name),
-            _ => Err(ContainerError::no_such_device(snapshot, asked).into()),
+            _ => Err(no_such_device(snapshot, asked)),
         },
     };
     asked.iter().map(name).collect()

@@ -6,6 +6,7 @@ use std::sync::Arc;
 use mps_core::DaemonId;
 use mps_core::register::{KnownClient, shortened};
 use mps_core::tenants::{Stop, Target, TerminationError};
+use mps_core::terms::DeviceName;
 use tokio::task::JoinSet;
 
 use super::fleet::Fleet;
@@ -21,9 +22,9 @@ use common::bus::proxy::{ContainerStop, GroupOf};
 use common::host::blocking::Blocking;
 use common::host::control_groups;
 use common::published::client::ClientView;
-use common::published::container::ContainerError;
+use common::published::container::{no_such_device, not_ready};
 use common::published::events::Event;
-use common::published::snapshot::{Named, Snapshot};
+use common::published::snapshot::Snapshot;
 
 /// The most requests to end GPU work that ask the kernel about processes at the same time. An answer of the kernel takes
 /// microseconds.
@@ -161,11 +162,9 @@ impl Daemon {
     fn restart_server(&self, gpu: &str, reply: Reply<()>) {
         let snapshot = Arc::clone(&self.snapshot.borrow());
         let id: DaemonId = match snapshot.find(gpu) {
-            Some(Named::Gpu(gpu)) => gpu.control_daemon(0).into(),
-            Some(Named::Slice(gpu, ordinal)) => gpu.control_daemon(ordinal).into(),
-            None => {
-                return drop(reply.send(Err(ContainerError::no_such_device(&snapshot, gpu).into())));
-            }
+            Some((gpu, DeviceName::Gpu(_))) => gpu.control_daemon(0).into(),
+            Some((gpu, DeviceName::Slice(slice))) => gpu.control_daemon(slice.ordinal).into(),
+            None => return drop(reply.send(Err(no_such_device(&snapshot, gpu)))),
         };
         self.fleet.restart_server(&id, gpu, reply);
     }
@@ -182,16 +181,15 @@ fn process(pid: u32, user: Option<u32>) -> Target {
 /// The target of a request: the slices that a caller names.
 fn slices(snapshot: &Snapshot, names: Vec<String>) -> Result<Target, RequestError> {
     if snapshot.gpus.is_none() {
-        return Err(ContainerError::not_ready(snapshot).into());
+        return Err(not_ready(snapshot));
     }
     let slice = |name: String| match snapshot.find(&name) {
-        Some(Named::Slice(gpu, ordinal)) => Ok(gpu.plan.slice(ordinal)),
-        Some(found @ Named::Gpu(_)) => Err(RequestError::Failed(format!(
-            "{name} is a whole GPU, and its clients may belong to several tenants; name slices of this GPU, \
-             or release containers",
-            name = found.name()
+        Some((_, DeviceName::Slice(slice))) => Ok(slice),
+        Some((_, DeviceName::Gpu(gpu))) => Err(RequestError::Failed(format!(
+            "{gpu} is a whole GPU, and its clients may belong to several tenants; name slices of this GPU, \
+             or release containers"
         ))),
-        None => Err(ContainerError::no_such_device(snapshot, &name).into()),
+        None => Err(no_such_device(snapshot, &name)),
     };
     names.into_iter().map(slice).collect::<Result<_, _>>().map(Target::Slices)
 }

@@ -1,9 +1,9 @@
 //! `io.yunion.Mps1.Manager`, documented in `config/io.yunion.Mps1.Manager.xml`.
 
 use std::collections::BTreeSet;
-use std::path::Path;
 use std::sync::{Arc, Mutex, PoisonError};
 
+use mps_core::terms::DeviceName;
 use serde::{Serialize, Serializer};
 use tokio::sync::{Semaphore, SemaphorePermit, mpsc, watch};
 use zbus::message::Header;
@@ -15,9 +15,9 @@ use super::request::{Callers, Request, Result, ask, bounded_name};
 use super::slices::SliceDesk;
 use common::bus::error::RequestError;
 use common::bus::rows::{Client, ControlDaemon, Device, Dict, Event, Gpu, Row, Service};
-use common::published::container::{ContainerConfig, ContainerError};
+use common::published::container::{ContainerConfig, Mount, no_such_device, not_ready};
 use common::published::slices_of_one_gpu;
-use common::published::snapshot::{Named, Snapshot};
+use common::published::snapshot::Snapshot;
 use common::text::clean;
 
 /// The most requests of users to end GPU work at a time. Each request causes questions to the control daemons, for which
@@ -86,24 +86,10 @@ impl Manager {
     }
 }
 
-/// The error for a caller while the GPUs are not known yet. If the service returned an empty list instead, the platform would
-/// delete its devices.
-fn not_ready(snapshot: &Snapshot) -> RequestError {
-    ContainerError::not_ready(snapshot).into()
-}
-
+/// Returns an error while the GPUs are not known yet. If the service returned an empty list instead, the platform would delete
+/// its devices.
 fn known(snapshot: &Snapshot) -> Result<()> {
     if snapshot.gpus.is_some() { Ok(()) } else { Err(not_ready(snapshot)) }
-}
-
-fn environment(config: &ContainerConfig) -> Vec<(String, String)> {
-    config.environment.iter().map(|(name, value)| ((*name).to_owned(), clean(value))).collect()
-}
-
-fn mounts(config: &ContainerConfig) -> Vec<(String, String, bool)> {
-    let text = |path: &Path| clean(&path.to_string_lossy());
-    let mounts = config.mounts.iter();
-    mounts.map(|mount| (text(&mount.host), text(&mount.container), mount.read_only)).collect()
 }
 
 /// The answer of `ListDevices`, written directly from a Snapshot: only one row exists at a time.
@@ -141,9 +127,9 @@ impl Manager {
         let snapshot = self.snapshot();
         known(&snapshot)?;
         match snapshot.find(name) {
-            Some(Named::Gpu(gpu)) => Ok(Gpu::from_view(gpu).dict()),
-            Some(Named::Slice(gpu, ordinal)) => Ok(Device::from_view(gpu, ordinal).dict()),
-            None => Err(ContainerError::no_such_device(&snapshot, name).into()),
+            Some((gpu, DeviceName::Gpu(_))) => Ok(Gpu::from_view(gpu).dict()),
+            Some((gpu, DeviceName::Slice(slice))) => Ok(Device::from_view(gpu, slice.ordinal).dict()),
+            None => Err(no_such_device(&snapshot, name)),
         }
     }
 
@@ -153,11 +139,11 @@ impl Manager {
         devices: Vec<String>,
         #[zbus(connection)] bus: &Connection,
         #[zbus(header)] call: Header<'_>,
-    ) -> Result<(Vec<(String, String)>, Vec<(String, String, bool)>, Vec<String>)> {
+    ) -> Result<(Vec<(String, String)>, Vec<Mount>, Vec<String>)> {
         let wish = binding::wish(devices, CallOptions::new())?;
         let (_, config) = self.desk.settings(&wish, bus, &call).await?;
         self.warn_of_several(&config);
-        Ok((environment(&config), mounts(&config), config.gpus))
+        Ok((config.environment, config.mounts, config.gpus))
     }
 
     #[zbus(out_args("taken", "environment", "mounts", "gpus"))]
@@ -167,11 +153,11 @@ impl Manager {
         options: CallOptions,
         #[zbus(connection)] bus: &Connection,
         #[zbus(header)] call: Header<'_>,
-    ) -> Result<(Vec<String>, Vec<(String, String)>, Vec<(String, String, bool)>, Vec<String>)> {
+    ) -> Result<(Vec<String>, Vec<(String, String)>, Vec<Mount>, Vec<String>)> {
         let wish = binding::wish(devices, options)?;
         let (taken, config) = self.desk.settings(&wish, bus, &call).await?;
         self.warn_of_several(&config);
-        Ok((taken, environment(&config), mounts(&config), config.gpus))
+        Ok((taken, config.environment, config.mounts, config.gpus))
     }
 
     #[zbus(out_args("clients"))]

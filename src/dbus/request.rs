@@ -5,6 +5,7 @@ use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
+use mps_core::terms::SliceId;
 use tokio::sync::{mpsc, oneshot};
 use zbus::Connection;
 use zbus::fdo::DBusProxy;
@@ -13,7 +14,6 @@ use zbus::message::Header;
 use common::bus::proxy::{ContainerStop, GroupOf};
 use common::host::control_groups;
 use common::published::client::ClientView;
-use common::published::free::Candidate;
 
 /// The longest time that the service works on a request. Callers stop waiting earlier, so this deadline ends only requests for
 /// which no caller waits any more.
@@ -67,7 +67,7 @@ pub enum WantedSlices {
     /// All slices that the caller has named. The name of a GPU stands for one of its free slices.
     All(Vec<String>),
     /// The first candidate that is free.
-    OneOf(Vec<Candidate>),
+    OneOf(Vec<(SliceId, Option<u32>)>),
 }
 
 /// A binding that a caller asks for.

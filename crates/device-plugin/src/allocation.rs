@@ -3,9 +3,8 @@
 
 use std::collections::BTreeSet;
 
-use common::bus::proxy::ContainerAnswer;
 use common::published::cdi::{KIND, binding_device};
-use common::published::container::gives_gpus;
+use common::published::container::{ContainerConfig, Mount, gives_gpus};
 
 use crate::api::{CdiDevice, ContainerDeviceNode, ContainerMount, ContainerSettings};
 use crate::offers::{Offered, Unusable, refusal};
@@ -86,7 +85,7 @@ pub(crate) fn by_cdi(slice: &NodeSlice) -> Result<ContainerSettings, RefusedAllo
 /// adds only a CDI device that contains nothing but the hook.
 pub(crate) fn by_cdi_of_gpus(
     slices: &[NodeSlice],
-    config: ContainerAnswer,
+    config: ContainerConfig,
 ) -> Result<ContainerSettings, RefusedAllocation> {
     let mut cdi_devices = slices.iter().map(cdi_of_gpu).collect::<Result<Vec<_>, _>>()?;
     cdi_devices.extend(slices.iter().map(|slice| own_cdi(&binding_device(&slice.name))));
@@ -98,7 +97,7 @@ pub(crate) fn by_cdi_of_gpus(
 }
 
 /// The settings without CDI devices, for an engine with NVIDIA's runtime: environment, mounts and device nodes.
-pub(crate) fn without_cdi(slices: &[NodeSlice], config: ContainerAnswer) -> ContainerSettings {
+pub(crate) fn without_cdi(slices: &[NodeSlice], config: ContainerConfig) -> ContainerSettings {
     let mut device_nodes = vec![node("/dev/nvidiactl".to_owned()), node("/dev/nvidia-uvm".to_owned())];
     let minors: BTreeSet<u32> = slices.iter().filter_map(|slice| slice.minor).collect();
     device_nodes.extend(minors.iter().map(|minor| node(format!("/dev/nvidia{minor}"))));
@@ -115,10 +114,13 @@ fn own_cdi(device: &str) -> CdiDevice {
     CdiDevice { name: format!("{KIND}={device}") }
 }
 
-fn settings(config: ContainerAnswer) -> ContainerSettings {
+fn settings(config: ContainerConfig) -> ContainerSettings {
     let mounts = config.mounts.into_iter();
-    let mounts =
-        mounts.map(|(on_host, in_container, read_only)| ContainerMount { in_container, on_host, read_only });
+    let mounts = mounts.map(|Mount { host, container, read_only }| ContainerMount {
+        in_container: container,
+        on_host: host,
+        read_only,
+    });
     ContainerSettings {
         environment: config.environment.into_iter().collect(),
         mounts: mounts.collect(),
@@ -191,14 +193,18 @@ mod tests {
         asked(&["06-0"], &told, &[slice("06-0", 20480, 25)]).unwrap();
     }
 
-    fn config() -> ContainerAnswer {
+    fn config() -> ContainerConfig {
         let variable = |name: &str, value: &str| (name.to_owned(), value.to_owned());
-        ContainerAnswer {
+        ContainerConfig {
             environment: vec![
                 variable("CUDA_MPS_PIPE_DIRECTORY", "/run/x"),
                 variable("NVIDIA_VISIBLE_DEVICES", "y"),
             ],
-            mounts: vec![("/on/host".to_owned(), "/run/x".to_owned(), true)],
+            mounts: vec![Mount {
+                host: "/on/host".to_owned(),
+                container: "/run/x".to_owned(),
+                read_only: true,
+            }],
             gpus: vec!["GPU-06".to_owned()],
         }
     }

@@ -7,7 +7,8 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
 
-use common::bus::proxy::{BusError, ContainerAnswer, DaemonProxy, SliceWish};
+use common::bus::proxy::{BusError, DaemonProxy, SliceWish};
+use common::published::container::ContainerConfig;
 use tokio::net::UnixListener;
 use tokio::sync::watch;
 use tokio::time::{Instant, sleep, timeout_at};
@@ -260,7 +261,7 @@ async fn settings(answers: &ResourceAnswers, names: &[String]) -> Result<Contain
     let (service, now) = ask_service(names).await?;
     let offered = answers.offered.borrow().clone();
     let slices = slices_for(&answers.name, names, &offered, &now).map_err(|refusal| status(&refusal))?;
-    let config = async || -> Result<ContainerAnswer, Status> {
+    let config = async || -> Result<ContainerConfig, Status> {
         // The kubelet decides which pod has a slice. `share` lets the pod have the slice even while a container of the former
         // pod is still ending.
         let wish = SliceWish { names: names.to_vec(), free: false, share: true };

@@ -96,7 +96,7 @@ async fn follow_bus(view: &watch::Sender<ServiceView>) -> Result<(), NoAnswer> {
                 RETRY
             }
         };
-        if let Ok(false) = timeout(pause, changes.next()).await {
+        if let Ok(Err(_)) = timeout(pause, changes.changed()).await {
             return Err(BusError::NotRunning.into());
         }
     }

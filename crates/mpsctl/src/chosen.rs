@@ -10,7 +10,8 @@ use crate::complete;
 use crate::screen::say;
 use crate::slurm;
 use common::bus::error::RequestError;
-use common::bus::proxy::{BusError, ContainerAnswer, DaemonProxy, SliceWish};
+use common::bus::proxy::{BusError, DaemonProxy, SliceWish};
+use common::published::container::ContainerConfig;
 
 /// The longest wait for a slice that will be served soon: a control daemon starts, a server recovers from a fault, or the service
 /// restarts. A hook of a container runtime may take 30 s.
@@ -74,7 +75,7 @@ pub(crate) fn passes(error: &BusError) -> bool {
 
 /// Waits until the service gives the program these slices, and returns the settings for a program that uses them.
 /// Prints which slice the service has chosen.
-pub(crate) async fn take(daemon: &DaemonProxy, wish: &SliceWish) -> Result<ContainerAnswer> {
+pub(crate) async fn take(daemon: &DaemonProxy, wish: &SliceWish) -> Result<ContainerConfig> {
     let (taken, answer) = until_served(async || daemon.take(wish).await, passes).await?;
     if wish.free {
         tell_choice(daemon, &taken).await?;

@@ -19,18 +19,7 @@ use crate::host::proc;
 /// that a caller notices a stopped or hanging daemon earlier than a daemon that works on a request.
 pub const SIGN_OF_LIFE: Duration = Duration::from_secs(10);
 
-/// The daemon's answer, or the reason for its absence.
-#[derive(Debug)]
-pub enum BusAnswer {
-    Unreachable(String),
-    NotRunning,
-    /// A process has the bus name, but does not answer.
-    Silent,
-    Denied(String),
-    Refuses(String),
-    Answers(Box<Published>),
-}
-
+/// Everything that the daemon publishes at one moment.
 #[derive(Debug)]
 pub struct Published {
     pub service: Listed<Service>,
@@ -43,40 +32,6 @@ pub struct Published {
     pub clients: Result<Vec<Listed<Client>>, BusError>,
     pub events: Vec<Listed<Event>>,
     pub pid: Option<u32>,
-}
-
-impl BusAnswer {
-    /// Asks the daemon for everything that it publishes. If the daemon does not answer, the result gives the reason.
-    pub async fn ask() -> Self {
-        let daemon = match DaemonProxy::connect().await {
-            Ok(daemon) => daemon,
-            Err(error) => return Self::Unreachable(error.to_string()),
-        };
-        let service = timeout(SIGN_OF_LIFE, daemon.service()).await.unwrap_or(Err(BusError::Silent));
-        let published = match service {
-            Ok(service) => Published::with(service, &daemon).await,
-            Err(error) => Err(error),
-        };
-        match published {
-            Ok(published) => Self::Answers(Box::new(published)),
-            Err(BusError::NotRunning) => Self::NotRunning,
-            Err(BusError::Silent) => Self::Silent,
-            Err(BusError::Refused(RequestError::AccessDenied(text))) => Self::Denied(text),
-            Err(error @ (BusError::Refused(_) | BusError::Other { .. })) => Self::Refuses(error.to_string()),
-            Err(error @ BusError::Bus(_)) => Self::Unreachable(error.to_string()),
-        }
-    }
-
-    /// Everything that the daemon publishes. None if the daemon did not answer.
-    pub fn published(&self) -> Option<&Published> {
-        if let Self::Answers(published) = self { Some(published) } else { None }
-    }
-
-    /// The main configuration file for a command line that names no file: the file that the service reads. None if the service's
-    /// main configuration file is not known.
-    pub fn config(&self, sysroot: &Path) -> Option<PathBuf> {
-        self.published()?.config(sysroot)
-    }
 }
 
 /// The rows of an answer; None before the daemon knows its GPUs.
@@ -113,6 +68,16 @@ pub fn given(client: &Client) -> impl Iterator<Item = &str> {
 }
 
 impl Published {
+    /// Asks the daemon for everything that it publishes.
+    ///
+    /// # Errors
+    /// The daemon does not answer, or answers with an error.
+    pub async fn ask() -> Result<Self, BusError> {
+        let daemon = DaemonProxy::connect().await?;
+        let service = timeout(SIGN_OF_LIFE, daemon.service()).await.unwrap_or(Err(BusError::Silent))?;
+        Self::with(service, &daemon).await
+    }
+
     pub async fn with(service: Listed<Service>, daemon: &DaemonProxy) -> Result<Self, BusError> {
         let control_daemons = daemon.control_daemons().await?;
         let events = daemon.events().await?;

@@ -1,39 +1,11 @@
 //! The errors of the service on D-Bus.
 
-use mps_core::access::Obstacle;
 use zbus::DBusError;
 use zbus::message::{Header, Message};
 use zbus::names::ErrorName;
 
-use crate::published::container::ContainerError;
+pub use crate::published::request_error::RequestError;
 use crate::text::clean;
-
-/// The error that a caller gets instead of an answer: a name, which is `io.yunion.Mps1.Error.<variant>` unless the
-/// variant says otherwise, and a text for people.
-#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
-#[error("{0}")]
-pub enum RequestError {
-    /// The service has no plan yet. The caller should ask again later.
-    NotReady(String),
-    NoSuchDevice(String),
-    NoSuchClient(String),
-    /// The new configuration is wrong. The previous configuration stays in force.
-    InvalidConfig(String),
-    /// The service still works on another change or request. The caller should ask again later.
-    Busy(String),
-    /// An administrator has drained the slice, so it takes no new clients.
-    Drained(String),
-    NotServed(String),
-    /// The slice is bound to the control group of another owner.
-    Taken(String),
-    /// The control group of the process that the caller has named belongs to several programs or users. So the control group
-    /// can't be bound, and its clients can't be ended together.
-    SharedControlGroup(String),
-    /// The caller has no right to make the request. The error has the D-Bus name `org.freedesktop.DBus.Error.AccessDenied`, the
-    /// same name with which the bus refuses a call.
-    AccessDenied(String),
-    Failed(String),
-}
 
 // zbus can't derive `DBusError` for `RequestError`: the D-Bus name of one variant has another prefix than the names of the other
 // variants.
@@ -90,29 +62,6 @@ impl RequestError {
         ];
         let found = ALL.into_iter().find(|of| of(String::new()).name_and_text().0 == name)?;
         Some(found(text))
-    }
-}
-
-impl From<ContainerError> for RequestError {
-    fn from(error: ContainerError) -> Self {
-        let text = error.to_string();
-        match error {
-            ContainerError::NotReady(_) => Self::NotReady(text),
-            ContainerError::NoSuchDevice { .. } | ContainerError::NoneCalled { .. } => {
-                Self::NoSuchDevice(text)
-            }
-            ContainerError::Refused { obstacle, .. }
-            | ContainerError::NoneFree { easiest: Some(obstacle), .. } => match obstacle {
-                Obstacle::Unserved(_) => Self::NotServed(text),
-                Obstacle::Taken(_) => Self::Taken(text),
-                Obstacle::Drained => Self::Drained(text),
-                Obstacle::Unusable(_) => Self::Failed(text),
-            },
-            ContainerError::NoneFree { easiest: None, .. } => Self::Taken(text),
-            ContainerError::NoneNamed
-            | ContainerError::NoUuid { .. }
-            | ContainerError::SeveralControlDaemons { .. } => Self::Failed(text),
-        }
     }
 }
 

@@ -1,7 +1,7 @@
 //! The service on D-Bus: its names, the dictionaries of its answers, and the questions to it.
 
 pub mod answers;
-pub mod changes;
+mod changes;
 pub mod error;
 pub mod proxy;
 pub mod rows;

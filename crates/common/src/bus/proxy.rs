@@ -10,15 +10,17 @@ use std::time::Duration;
 use serde::de::{self, DeserializeOwned};
 use serde::{Deserialize, Deserializer, Serialize, Serializer};
 use serde_json::{Map, Value};
+use tokio::sync::watch;
 use tokio::time::timeout;
 use zbus::connection::Builder;
 use zbus::fdo::{self, PropertiesProxy};
 use zbus::{DBusError, OwnedVariant, Signature, Type, Variant};
 
-use super::changes::ServiceChanges;
+use super::changes;
 use super::error::RequestError;
 use super::rows::{Client, ControlDaemon, Device, Event, Gpu, Service};
 use crate::host::variant::json;
+use crate::published::container::{ContainerConfig, Mount};
 
 /// The time that yunion-mpsctl waits for the answer to a request: a little longer than the time after which the daemon gives up
 /// on the request.
@@ -125,14 +127,12 @@ impl<R: DeserializeOwned> Listed<R> {
     }
 }
 
-/// The answer of `GetContainerConfig`: the settings for a container that uses some devices.
-#[derive(Debug, Clone, PartialEq, Eq, Deserialize, Type)]
-pub struct ContainerAnswer {
-    /// Environment variables and their values, in order.
-    pub environment: Vec<(String, String)>,
-    /// Mounts: the directory on the host, the directory in the container, and true if read-only.
-    pub mounts: Vec<(String, String, bool)>,
-    pub gpus: Vec<String>,
+impl Type for ContainerConfig {
+    const SIGNATURE: &'static Signature = <(Vec<(String, String)>, Vec<Mount>, Vec<String>)>::SIGNATURE;
+}
+
+impl Type for Mount {
+    const SIGNATURE: &'static Signature = <(String, String, bool)>::SIGNATURE;
 }
 
 #[zbus::proxy(
@@ -168,13 +168,13 @@ pub trait Manager {
 
     /// The settings with which a container can use these devices.
     #[zbus(name = "GetContainerConfig")]
-    fn container_config(&self, devices: &[String]) -> Result<ContainerAnswer, BusError>;
+    fn container_config(&self, devices: &[String]) -> Result<ContainerConfig, BusError>;
 
     fn take_devices(&self, devices: &[String], options: &OptionValues<'_>) -> Result<TakenAnswer, BusError>;
 }
 
-/// The answer of `TakeDevices`: the names of the devices, then the fields of [`ContainerAnswer`].
-type TakenAnswer = (Vec<String>, Vec<(String, String)>, Vec<(String, String, bool)>, Vec<String>);
+/// The answer of `TakeDevices`: the names of the devices, then the fields of [`ContainerConfig`].
+type TakenAnswer = (Vec<String>, Vec<(String, String)>, Vec<Mount>, Vec<String>);
 
 /// The options of `Bind`, `Unbind` and `TakeDevices`.
 type OptionValues<'o> = HashMap<&'static str, Variant<'o>>;
@@ -279,20 +279,22 @@ impl DaemonProxy {
     /// case the first method call fails.
     pub async fn connect() -> Result<Self, BusError> {
         let joined = Builder::system().method_timeout(ANSWER_DEADLINE).build();
-        let connection = timeout(CONNECT_DEADLINE, joined).await.map_err(|_| {
+        let connection = timeout(CONNECT_DEADLINE, joined).await.unwrap_or_else(|_| {
             let seconds = CONNECT_DEADLINE.as_secs();
             let silent =
                 io::Error::other(format!("the system bus did not accept the connection within {seconds} s"));
-            BusError::Bus(zbus::Error::InputOutput(Arc::new(silent)))
-        })??;
+            Err(zbus::Error::InputOutput(Arc::new(silent)))
+        });
+        let connection = connection.map_err(BusError::Bus)?;
         let manager = ManagerProxy::new(&connection).await?;
         let control = ControlProxy::new(&connection).await?;
         Ok(Self { manager, control })
     }
 
-    /// Subscribes to the signals with which the service reports changes of its published values.
-    pub async fn changes(&self) -> Result<ServiceChanges, BusError> {
-        Ok(ServiceChanges::on(self.manager.inner().connection()).await?)
+    /// Subscribes to the signals with which the service reports changes of its published values: the receiver sees a change after
+    /// each of them, and gets an error once the bus has closed the connection.
+    pub async fn changes(&self) -> Result<watch::Receiver<()>, BusError> {
+        Ok(changes::on(self.manager.inner().connection()).await?)
     }
 
     /// Asks the service to count the clients, so that the next answers of `devices` and `gpus` have the present numbers of
@@ -325,10 +327,10 @@ impl DaemonProxy {
     }
 
     /// Asks for slices for a program. Returns the names of the slices and the settings with which the program uses them.
-    pub async fn take(&self, wish: &SliceWish) -> Result<(Vec<String>, ContainerAnswer), BusError> {
+    pub async fn take(&self, wish: &SliceWish) -> Result<(Vec<String>, ContainerConfig), BusError> {
         let options = OptionValues::from([("free", wish.free.into()), ("share", wish.share.into())]);
         let (taken, environment, mounts, gpus) = self.manager.take_devices(&wish.names, &options).await?;
-        Ok((taken, ContainerAnswer { environment, mounts, gpus }))
+        Ok((taken, ContainerConfig { environment, mounts, gpus }))
     }
 
     /// Gives slices to a control group, and returns their names. Only for root.

@@ -4,7 +4,8 @@ use serde_json::{Value, json};
 
 use super::difference::{Difference, differences};
 use super::{BAD_CONFIGURATION, Checked, check, words};
-use crate::bus::answers::BusAnswer;
+use crate::bus::answers::Published;
+use crate::bus::proxy::BusError;
 use crate::config::Sources;
 use crate::plan::{GpuPlan, Plan};
 
@@ -20,15 +21,15 @@ impl CheckReport {
     /// Reads the configuration files, looks at the host, and asks the service for its published values. If the command line names
     /// no file, the check reads the file that the service reads.
     pub async fn new(Sources { config, sysroot }: Sources) -> Self {
-        let bus = BusAnswer::ask().await;
-        let config = config.or_else(|| bus.config(&sysroot));
+        let published = Published::ask().await;
+        let config = config.or_else(|| published.as_ref().ok()?.config(&sysroot));
         let checked = check(&Sources { config, sysroot });
         let changes = match &checked {
-            Checked::Right { loaded, plan: Ok(plan), .. } => match bus {
-                BusAnswer::Answers(published) => differences(loaded, plan, &published),
-                BusAnswer::NotRunning => Err("yunion-mps-daemon is not running".to_owned()),
-                BusAnswer::Silent => Err("yunion-mps-daemon does not answer".to_owned()),
-                BusAnswer::Unreachable(why) | BusAnswer::Denied(why) | BusAnswer::Refuses(why) => Err(why),
+            Checked::Right { loaded, plan: Ok(plan), .. } => match published {
+                Ok(published) => differences(loaded, plan, &published),
+                Err(BusError::NotRunning) => Err("yunion-mps-daemon is not running".to_owned()),
+                Err(BusError::Silent) => Err("yunion-mps-daemon does not answer".to_owned()),
+                Err(error) => Err(error.to_string()),
             },
             Checked::Right { plan: Err(reason), .. } => Err(reason.to_string()),
             Checked::Refused(_) | Checked::Wrong { .. } => Err("the configuration is wrong".to_owned()),

@@ -2,12 +2,14 @@
 
 use mps_core::access::{self, Asker, Obstacle, Standing};
 use mps_core::bindings::BoundBy;
+use mps_core::terms::DeviceName;
 
 use crate::bindings::SliceBindings;
 use crate::host::control_groups;
 use crate::host::proc;
-use crate::published::container::{ChosenSlice, ContainerError};
-use crate::published::snapshot::{GpuView, Named, Snapshot};
+use crate::published::container::{ChosenSlice, no_such_device, none_named, not_ready, refusal};
+use crate::published::request_error::RequestError;
+use crate::published::snapshot::{GpuView, Snapshot};
 
 /// Decides if a program may have this slice now.
 ///
@@ -50,24 +52,21 @@ pub fn choose<'s>(
     names: &[String],
     bindings: &SliceBindings,
     asker: Asker<'_>,
-) -> Result<Vec<ChosenSlice<'s>>, ContainerError> {
+) -> Result<Vec<ChosenSlice<'s>>, RequestError> {
     if snapshot.gpus.is_none() {
-        return Err(ContainerError::not_ready(snapshot));
+        return Err(not_ready(snapshot));
     }
     if names.is_empty() {
-        return Err(ContainerError::NoneNamed);
+        return Err(none_named());
     }
     let chosen = |asked: &String| {
-        let found = snapshot.find(asked).ok_or_else(|| ContainerError::no_such_device(snapshot, asked))?;
-        let name = found.name();
-        let refused = |obstacle| ContainerError::Refused { device: name.clone(), obstacle };
-        let (gpu, ordinal) = match found {
-            Named::Slice(gpu, ordinal) => {
-                may_have(gpu, ordinal, bindings, asker).map_err(refused)?;
-                (gpu, ordinal)
-            }
-            Named::Gpu(gpu) => (gpu, of_gpu(gpu, bindings, asker).map_err(refused)?),
+        let (gpu, name) = snapshot.find(asked).ok_or_else(|| no_such_device(snapshot, asked))?;
+        let ordinal = match name {
+            DeviceName::Slice(slice) => may_have(gpu, slice.ordinal, bindings, asker).map(|()| slice.ordinal),
+            DeviceName::Gpu(_) => of_gpu(gpu, bindings, asker),
         };
+        let name = name.to_string();
+        let ordinal = ordinal.map_err(|obstacle| refusal(&name, &obstacle))?;
         Ok(ChosenSlice { gpu, ordinal, name })
     };
     names.iter().map(chosen).collect()

@@ -6,9 +6,12 @@ use crate::host::cpus::Cpus;
 use crate::host::driver::{READ_ONLY_PIPE_DIRECTORY, series};
 use crate::membership::{DEVICE_VARIABLE, PIPE_DIRECTORY_VARIABLE};
 use crate::plan::context_mib;
+use crate::published::request_error::RequestError;
 use crate::published::snapshot::{GpuView, Snapshot, drained};
+use crate::text::clean;
 use mps_core::access::Obstacle;
 use mps_core::terms::{SliceId, SliceSize};
+use serde::{Deserialize, Serialize};
 
 /// The path of a slice's directory in a container. In a container with several slices, the directories of the further slices are
 /// next to `/run/yunion-mps`, with the slices' names.
@@ -53,11 +56,11 @@ impl ChosenSlice<'_> {
     }
 }
 
-/// The settings that a container runtime adds to a container.
-#[derive(Debug, Clone, PartialEq, Eq)]
+/// The settings that a container runtime adds to a container. The answer of `GetContainerConfig` has these fields too.
+#[derive(Debug, Clone, PartialEq, Eq, Deserialize)]
 pub struct ContainerConfig {
-    /// The environment variables that the runtime sets in the container.
-    pub environment: Vec<(&'static str, String)>,
+    /// The environment variables that the runtime sets in the container, in order.
+    pub environment: Vec<(String, String)>,
     pub mounts: Vec<Mount>,
     /// The UUIDs of the GPUs, each once, in the order of the caller's names.
     pub gpus: Vec<String>,
@@ -73,10 +76,10 @@ impl ContainerConfig {
     /// settings of several slices.
     #[must_use]
     pub fn at_own_places(mut self) -> Self {
-        for mount in self.mounts.iter_mut().filter(|mount| mount.container == Path::new(SLICE_DIRECTORY)) {
+        for mount in self.mounts.iter_mut().filter(|mount| mount.container == SLICE_DIRECTORY) {
             mount.container = own_place(&mount.host);
             for (_, value) in self.environment.iter_mut().filter(|(_, value)| value == SLICE_DIRECTORY) {
-                *value = mount.container.display().to_string();
+                value.clone_from(&mount.container);
             }
         }
         self
@@ -84,9 +87,9 @@ impl ContainerConfig {
 }
 
 /// The path, in a container, for the directory of one slice. No other slice uses this path.
-fn own_place(directory: &Path) -> PathBuf {
-    let name = directory.file_name().unwrap_or_default().to_string_lossy();
-    format!("{SLICE_DIRECTORY}-{name}").into()
+fn own_place(directory: &str) -> String {
+    let name = Path::new(directory).file_name().unwrap_or_default().to_string_lossy();
+    format!("{SLICE_DIRECTORY}-{name}")
 }
 
 /// Returns true if a variable chooses the GPUs of a container. NVIDIA's own CDI devices choose the GPUs too, and a container with
@@ -97,15 +100,18 @@ pub fn gives_gpus(name: &str) -> bool {
 
 /// The published names of a container's devices, separated by commas, from the environment of the container. Empty if the
 /// environment names no device.
-pub fn devices_in(environment: &[(impl AsRef<str>, String)]) -> &str {
-    let devices = environment.iter().find(|(name, _)| name.as_ref() == DEVICE_VARIABLE);
+pub fn devices_in(environment: &[(String, String)]) -> &str {
+    let devices = environment.iter().find(|(name, _)| name == DEVICE_VARIABLE);
     devices.map_or("", |(_, devices)| devices.as_str())
 }
 
-#[derive(Debug, Clone, PartialEq, Eq)]
+/// A directory of the host that the runtime mounts in the container.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Mount {
-    pub host: PathBuf,
-    pub container: PathBuf,
+    /// The path on the host.
+    pub host: String,
+    /// The path in the container.
+    pub container: String,
     pub read_only: bool,
 }
 
@@ -115,75 +121,58 @@ const SLIPS: usize = 2;
 /// The most names that an error suggests for an unknown name.
 const OFFERED: usize = 3;
 
-#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
-pub enum ContainerError {
-    #[error("{0}")]
-    NotReady(String),
-    #[error("no slice was named; `yunion-mpsctl list` shows the names")]
-    NoneNamed,
-    /// The caller has asked for a name that no slice or GPU has. `near` has similar names.
-    #[error("there is no slice or GPU {asked:?}{}", offer(.near))]
-    NoSuchDevice { asked: String, near: Vec<String> },
-    /// The caller has asked for a free slice of a name that no slice, GPU or model has. `there` lists the GPUs of the host.
-    #[error("no slice, GPU or model is called {asked:?}; this host has {there}")]
-    NoneCalled { asked: String, there: String },
-    /// No slice is free, for the reasons in `why`. `easiest` is the obstacle that is easiest to overcome; None if all slices
-    /// are full.
-    #[error("no slice is free: {why}")]
-    NoneFree { why: String, easiest: Option<Obstacle> },
-    #[error("the UUID of the GPU of {device} is not known: {reason}")]
-    NoUuid { device: String, reason: String },
-    /// The program may not have this slice now, or has asked for a GPU without a slice that it may have.
-    #[error("{}", refusal(.device, .obstacle))]
-    Refused { device: String, obstacle: Obstacle },
-    #[error(
-        "{first} and {second} have different pipe directories, but a container can have only one pipe \
-         directory; ask for devices of one control daemon, or set cuda_mps_topology to shared"
-    )]
-    SeveralControlDaemons { first: String, second: String },
+/// The error for a caller while no plan exists. The error gives the published reason for the state of the service.
+pub fn not_ready(snapshot: &Snapshot) -> RequestError {
+    RequestError::NotReady(match snapshot.reason.as_str() {
+        "" => "the GPUs are not known yet; ask again in a moment".to_owned(),
+        reason => format!("the GPUs are not known: {reason}"),
+    })
 }
 
-impl ContainerError {
-    /// The error for a caller while no plan exists. The error gives the published reason for the state of the service.
-    pub fn not_ready(snapshot: &Snapshot) -> Self {
-        Self::NotReady(match snapshot.reason.as_str() {
-            "" => "the GPUs are not known yet; ask again in a moment".to_owned(),
-            reason => format!("the GPUs are not known: {reason}"),
-        })
-    }
-
-    pub fn no_such_device(snapshot: &Snapshot, asked: &str) -> Self {
-        let gpus = snapshot.gpus.iter().flatten().map(|gpu| gpu.plan.gpu.id().to_string());
-        let names = gpus.chain(snapshot.slices().map(|(gpu, ordinal)| gpu.slice_name(ordinal)));
-        let mut near: Vec<(usize, String)> = names
-            .filter(|name| name.len().abs_diff(asked.len()) <= SLIPS)
-            .map(|name| (strsim::osa_distance(&name, asked), name))
-            .filter(|(slips, _)| *slips <= SLIPS)
-            .collect();
-        near.sort_by_key(|(slips, _)| *slips);
-        let near = near.into_iter().map(|(_, name)| name).take(OFFERED).collect();
-        Self::NoSuchDevice { asked: asked.to_owned(), near }
-    }
+/// The error for a caller that has named no slice.
+pub fn none_named() -> RequestError {
+    RequestError::Failed("no slice was named; `yunion-mpsctl list` shows the names".to_owned())
 }
 
-fn refusal(device: &str, obstacle: &Obstacle) -> String {
-    match obstacle {
+/// The error for a caller that has asked for a name that no slice or GPU has. The error suggests similar names.
+pub fn no_such_device(snapshot: &Snapshot, asked: &str) -> RequestError {
+    let gpus = snapshot.gpus.iter().flatten().map(|gpu| gpu.plan.gpu.id().to_string());
+    let names = gpus.chain(snapshot.slices().map(|(gpu, ordinal)| gpu.slice_name(ordinal)));
+    let mut near: Vec<(usize, String)> = names
+        .filter(|name| name.len().abs_diff(asked.len()) <= SLIPS)
+        .map(|name| (strsim::osa_distance(&name, asked), name))
+        .filter(|(slips, _)| *slips <= SLIPS)
+        .collect();
+    near.sort_by_key(|(slips, _)| *slips);
+    let near: Vec<String> = near.into_iter().map(|(_, name)| name).take(OFFERED).collect();
+    let offer = if near.is_empty() {
+        "`yunion-mpsctl list` shows the names".to_owned()
+    } else {
+        format!("did you mean {}? `yunion-mpsctl list` shows all names", near.join(" or "))
+    };
+    RequestError::NoSuchDevice(format!("there is no slice or GPU {asked:?}; {offer}"))
+}
+
+/// The error for a program that may not have this slice now, or no slice of this GPU.
+pub fn refusal(device: &str, obstacle: &Obstacle) -> RequestError {
+    let text = match obstacle {
         Obstacle::Unserved(reason) => format!("{device} is not served: {reason}"),
         Obstacle::Taken(by) => {
             format!("{device} is taken by {by}; yunion-mpsctl list -o wide shows who has which slice")
         }
         Obstacle::Drained => format!("{device} is {}", drained(device)),
         Obstacle::Unusable(reason) => format!("{device} can't be served: {reason}"),
-    }
+    };
+    refused_by(obstacle, text)
 }
 
-/// The end of the message about an unknown name: similar names, if there are any.
-fn offer(near: &[String]) -> String {
-    match near {
-        [] => "; `yunion-mpsctl list` shows the names".to_owned(),
-        near => {
-            format!("; did you mean {near}? `yunion-mpsctl list` shows all names", near = near.join(" or "))
-        }
+/// The error with this text for a program that an obstacle prevents from having a slice.
+pub(super) fn refused_by(obstacle: &Obstacle, text: String) -> RequestError {
+    match obstacle {
+        Obstacle::Unserved(_) => RequestError::NotServed(text),
+        Obstacle::Taken(_) => RequestError::Taken(text),
+        Obstacle::Drained => RequestError::Drained(text),
+        Obstacle::Unusable(_) => RequestError::Failed(text),
     }
 }
 
@@ -194,7 +183,7 @@ fn offer(near: &[String]) -> String {
 pub fn container_config(
     snapshot: &Snapshot,
     slices: &[ChosenSlice<'_>],
-) -> Result<ContainerConfig, ContainerError> {
+) -> Result<ContainerConfig, RequestError> {
     let mut devices: Vec<String> = Vec::new();
     let mut gpus: Vec<(&GpuView, SliceSize)> = Vec::new();
     let mut directories: Vec<PathBuf> = Vec::new();
@@ -202,13 +191,17 @@ pub fn container_config(
     for ChosenSlice { gpu, ordinal, name } in slices {
         let (gpu, ordinal, name) = (*gpu, *ordinal, name.clone());
         if let Err(reason) = &gpu.plan.gpu.nvml {
-            return Err(ContainerError::NoUuid { device: name, reason: reason.to_string() });
+            let found = format!("the UUID of the GPU of {name} is not known: {reason}");
+            return Err(RequestError::Failed(found));
         }
         let pipe_directory = gpu.plan.slice_pipe_directory(ordinal);
         if let (Some(first), Some(device)) = (&connect, devices.first())
             && *first != pipe_directory
         {
-            return Err(ContainerError::SeveralControlDaemons { first: device.clone(), second: name });
+            return Err(RequestError::Failed(format!(
+                "{device} and {name} have different pipe directories, but a container can have only one pipe \
+                 directory; ask for devices of one control daemon, or set cuda_mps_topology to shared"
+            )));
         }
         connect.get_or_insert(pipe_directory);
         let directory = gpu.plan.slice_directory(ordinal);
@@ -220,11 +213,10 @@ pub fn container_config(
             devices.push(name);
         }
     }
-    let percentage =
-        gpus.iter().map(|(_, size)| size.thread_percentage).min().ok_or(ContainerError::NoneNamed)?;
+    let percentage = gpus.iter().map(|(_, size)| size.thread_percentage).min().ok_or_else(none_named)?;
     let connect = connect.as_ref().filter(|_| directories.is_empty());
     let connect = connect.map_or(Path::new(SLICE_DIRECTORY), PathBuf::as_path);
-    let smallest_mib = gpus.iter().map(|(_, size)| size.memory_mib).min().ok_or(ContainerError::NoneNamed)?;
+    let smallest_mib = gpus.iter().map(|(_, size)| size.memory_mib).min().ok_or_else(none_named)?;
     let uuids: Vec<String> = gpus.iter().map(|(gpu, _)| gpu.uuid().to_owned()).collect();
     let mut environment = vec![
         (PIPE_DIRECTORY_VARIABLE, connect.display().to_string()),
@@ -244,17 +236,23 @@ pub fn container_config(
     } else {
         slice_mounts(directories)
     };
-    Ok(ContainerConfig { environment, mounts, gpus: uuids })
+    let variable = |(name, value): (&str, String)| (name.to_owned(), clean(&value));
+    Ok(ContainerConfig { environment: environment.into_iter().map(variable).collect(), mounts, gpus: uuids })
 }
 
 /// The mounts for a container whose programs connect to the control daemon in the first of these slices' directories. The other
 /// directories show the service which slices the container has.
 fn slice_mounts(directories: Vec<PathBuf>) -> Vec<Mount> {
     let mounts = directories.into_iter().enumerate().map(|(number, host)| {
-        let container = if number == 0 { SLICE_DIRECTORY.into() } else { own_place(&host) };
+        let host = text(&host);
+        let container = if number == 0 { SLICE_DIRECTORY.to_owned() } else { own_place(&host) };
         Mount { host, container, read_only: true }
     });
     mounts.collect()
+}
+
+fn text(path: &Path) -> String {
+    clean(&path.to_string_lossy())
 }
 
 /// The mounts for a client that needs the whole pipe directory.
@@ -263,11 +261,8 @@ fn pipe_directory_mounts(
     gpus: &[(&GpuView, SliceSize)],
     pipe_directory: &Path,
 ) -> Vec<Mount> {
-    let mount = |directory: &Path, read_only| Mount {
-        host: directory.to_owned(),
-        container: directory.to_owned(),
-        read_only,
-    };
+    let mount =
+        |directory: &Path, read_only| Mount { host: text(directory), container: text(directory), read_only };
     // Root in a container with write access to the pipe directory can remove the control daemon's sockets, or replace them, for
     // all users. A container that runs `rm -rf /tmp/*` at its start removes the sockets. The mount of the pipe directory is
     // read-only if the driver allows a read-only mount.
@@ -325,7 +320,7 @@ mod tests {
     use crate::published::samples::{gpu, snapshot};
 
     /// The settings for a program of unknown origin, on a host without bindings.
-    fn container_config(snapshot: &Snapshot, names: &[&str]) -> Result<ContainerConfig, ContainerError> {
+    fn container_config(snapshot: &Snapshot, names: &[&str]) -> Result<ContainerConfig, RequestError> {
         let names: Vec<String> = names.iter().map(|name| (*name).to_owned()).collect();
         let asker = Asker { control_group: None, by: BoundBy::Platform, shares: false };
         super::container_config(snapshot, &choose(snapshot, &names, &SliceBindings::default(), asker)?)
@@ -340,7 +335,7 @@ mod tests {
     }
 
     fn environment(config: &ContainerConfig) -> Vec<(&str, &str)> {
-        config.environment.iter().map(|(name, value)| (*name, value.as_str())).collect()
+        config.environment.iter().map(|(name, value)| (name.as_str(), value.as_str())).collect()
     }
 
     #[test]
@@ -433,7 +428,7 @@ mod tests {
         let two = container_config(&two_gpus(), &["00:06.0-1", "00:06.0-2", "00:06.0-1"]).unwrap();
         let mut one = container_config(&two_gpus(), &["00:06.0-1"]).unwrap();
         one.environment.pop();
-        one.environment.push(("YUNION_MPS_DEVICE", "00:06.0-1,00:06.0-2".to_owned()));
+        one.environment.push(("YUNION_MPS_DEVICE".to_owned(), "00:06.0-1,00:06.0-2".to_owned()));
         assert_eq!(two, one);
     }
 
@@ -445,7 +440,7 @@ mod tests {
                 Arc::make_mut(gpu).plan.cpus = near.and_then(Cpus::parse);
             }
             let config = container_config(&snapshot, asked).unwrap();
-            config.environment.into_iter().find(|(name, _)| *name == "YUNION_MPS_CPUS").map(|(_, cpus)| cpus)
+            config.environment.into_iter().find(|(name, _)| name == "YUNION_MPS_CPUS").map(|(_, cpus)| cpus)
         };
         let both = &["00:07.0-0", "00:06.0-3"];
         let (near, other) = (Some("0-15,32-47"), Some("16-31"));
@@ -462,7 +457,7 @@ mod tests {
             gpu.plan.slice_directories = Some("/tmp/nvidia-mps/pipe/slices".into());
         }
         let mount = |(directory, place): (&str, &str)| Mount {
-            host: Path::new("/tmp/nvidia-mps/pipe/slices").join(directory),
+            host: format!("/tmp/nvidia-mps/pipe/slices/{directory}"),
             container: place.into(),
             read_only: true,
         };
@@ -502,7 +497,7 @@ mod tests {
         let mut view = gpu("00:07.0", "GPU-2");
         (view.needs_reset, view.reason) = (true, "Xid 48".to_owned());
         let obstacle = Obstacle::Unusable("Xid 48".to_owned());
-        let refused = ContainerError::Refused { device: "00:07.0-1".to_owned(), obstacle };
+        let refused = refusal("00:07.0-1", &obstacle);
         assert_eq!(container_config(&snapshot(Some(vec![view])), &["00:07.0-1"]), Err(refused));
     }
 
@@ -519,7 +514,7 @@ mod tests {
                 &["00:06.0-0", "00:07.0-1"],
             )
         };
-        let refused_by = |obstacle| Err(ContainerError::Refused { device: "00:07.0-1".to_owned(), obstacle });
+        let refused_by = |obstacle| Err(refusal("00:07.0-1", &obstacle));
         let refused = refused_by(Obstacle::Unusable("the reason".to_owned()));
         assert_eq!(with(&|facts| facts.state.mig_enabled = true), refused);
         assert_eq!(
@@ -555,16 +550,16 @@ mod tests {
 
     #[test]
     fn no_answer_says_why() {
-        assert_eq!(container_config(&two_gpus(), &[]), Err(ContainerError::NoneNamed));
+        assert_eq!(container_config(&two_gpus(), &[]), Err(none_named()));
         assert_eq!(
             container_config(&snapshot(None), &["00:06.0-1"]),
-            Err(ContainerError::NotReady("the GPUs are not known yet; ask again in a moment".to_owned()))
+            Err(RequestError::NotReady("the GPUs are not known yet; ask again in a moment".to_owned()))
         );
         assert_eq!(
             container_config(&two_gpus(), &["00:06.0-1", "00:06.0-4"]),
-            Err(ContainerError::no_such_device(&two_gpus(), "00:06.0-4"))
+            Err(no_such_device(&two_gpus(), "00:06.0-4"))
         );
-        let said = |asked: &str| ContainerError::no_such_device(&two_gpus(), asked).to_string();
+        let said = |asked: &str| no_such_device(&two_gpus(), asked).to_string();
         assert_eq!(
             said("00:06.0-4"),
             "there is no slice or GPU \"00:06.0-4\"; did you mean 00:06.0-0 or 00:06.0-1 or 00:06.0-2? `yunion-mpsctl list` \
@@ -575,10 +570,7 @@ mod tests {
         lost.plan.gpu.nvml = Err("GPU is lost".into());
         assert_eq!(
             container_config(&snapshot(Some(vec![lost])), &["00:06.0-1"]),
-            Err(ContainerError::Refused {
-                device: "00:06.0-1".to_owned(),
-                obstacle: Obstacle::Unusable("GPU is lost".to_owned())
-            })
+            Err(refusal("00:06.0-1", &Obstacle::Unusable("GPU is lost".to_owned())))
         );
     }
 

@@ -9,25 +9,19 @@ use crate::bindings::SliceBindings;
 use crate::counted::counted;
 use crate::published::access::may_have;
 use crate::published::client::ClientView;
-use crate::published::container::{ChosenSlice, ContainerError};
-use crate::published::snapshot::{GpuView, Named, Snapshot};
+use crate::published::container::{ChosenSlice, not_ready, refused_by};
+use crate::published::request_error::RequestError;
+use crate::published::snapshot::{GpuView, Snapshot};
 
 /// The most reasons that an error gives for each GPU.
 const REASONS: usize = 2;
-
-/// A slice that can be chosen.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Candidate {
-    pub slice: SliceId,
-    /// The number of the slice's clients, if the slice has as many as it may have. None if the slice may have more clients.
-    pub full: Option<u32>,
-}
 
 /// The slices that a caller can get, best first: all slices of the host, or the slices that match a name. A name is that of a
 /// slice or a GPU, or a part of a model's name. The slice with the fewest clients comes first. Slices with the same number of
 /// clients are sorted by the number of clients on their GPU, then by the order of the configuration. Each mention of a slice in
 /// `recent`, which has the slices that were just handed out, counts as one more client: a program becomes a client only when it
-/// starts to use CUDA.
+/// starts to use CUDA. The second part of each result is the number of the slice's clients, if the slice has as many as it may
+/// have, and None otherwise.
 ///
 /// # Errors
 /// A name is unknown, or the GPUs are not known yet.
@@ -36,24 +30,26 @@ pub fn candidates(
     names: &[String],
     clients: &[ClientView],
     recent: &[SliceId],
-) -> Result<Vec<Candidate>, ContainerError> {
+) -> Result<Vec<(SliceId, Option<u32>)>, RequestError> {
     if snapshot.gpus.is_none() {
-        return Err(ContainerError::not_ready(snapshot));
+        return Err(not_ready(snapshot));
     }
     let all = || snapshot.slices();
     let meant = |gpu: &GpuView, ordinal: u32, name: &str| match snapshot.find(name) {
-        Some(Named::Slice(of, number)) => of.plan.slice(number) == gpu.plan.slice(ordinal),
-        // GPUs are compared by their ids: lost GPUs have no UUID, so two of them would compare as equal.
-        Some(Named::Gpu(of)) => of.plan.gpu.id() == gpu.plan.gpu.id(),
+        Some((_, DeviceName::Slice(slice))) => slice == gpu.plan.slice(ordinal),
+        Some((_, DeviceName::Gpu(id))) => id == gpu.plan.gpu.id(),
         None => is_model(gpu, name),
     };
     let is_nothing = |name: &&String| !all().any(|(gpu, ordinal)| meant(gpu, ordinal, name));
     if let Some(asked) = names.iter().find(is_nothing) {
-        return Err(ContainerError::NoneCalled { asked: asked.clone(), there: gpus(snapshot) });
+        return Err(RequestError::NoSuchDevice(format!(
+            "no slice, GPU or model is called {asked:?}; this host has {there}",
+            there = gpus(snapshot)
+        )));
     }
     let wanted = all()
         .filter(|(gpu, ordinal)| names.is_empty() || names.iter().any(|name| meant(gpu, *ordinal, name)));
-    let mut counted: Vec<((usize, usize), Candidate)> = wanted
+    let mut counted: Vec<_> = wanted
         .map(|(gpu, ordinal)| {
             let slice = gpu.plan.slice(ordinal);
             let own = count(clients, |client| uses(client, gpu) && has(client, slice));
@@ -63,7 +59,7 @@ pub fn candidates(
                 count(clients, |client| uses(client, gpu)) + given(&|recent| recent.gpu == slice.gpu);
             let full = gpu.plan.max_clients(ordinal);
             let full = full.filter(|most| usize::try_from(*most).is_ok_and(|most| own >= most));
-            ((on_slice, on_gpu), Candidate { slice, full })
+            ((on_slice, on_gpu), (slice, full))
         })
         .collect();
     // The sort is stable: slices with the same number of clients stay in the order of the configuration.
@@ -77,16 +73,19 @@ pub fn candidates(
 /// No candidate is free. The error has the reasons for each GPU.
 pub fn choose<'s>(
     snapshot: &'s Snapshot,
-    candidates: &[Candidate],
+    candidates: &[(SliceId, Option<u32>)],
     bindings: &SliceBindings,
     asker: Asker<'_>,
-) -> Result<ChosenSlice<'s>, ContainerError> {
+) -> Result<ChosenSlice<'s>, RequestError> {
     let mut easiest: Option<Obstacle> = None;
     // For each GPU, in the order of the configuration: the reasons for which its slices were refused, each with the number of
     // these slices.
     let mut refused: BTreeMap<Option<usize>, (&GpuView, BTreeMap<String, usize>)> = BTreeMap::new();
-    for Candidate { slice, full } in candidates {
-        let Some(Named::Slice(gpu, ordinal)) = snapshot.find(&slice.to_string()) else { continue };
+    for (slice, full) in candidates {
+        let Some((gpu, DeviceName::Slice(SliceId { ordinal, .. }))) = snapshot.find(&slice.to_string())
+        else {
+            continue;
+        };
         let reason = match (may_have(gpu, ordinal, bindings, asker), full) {
             (Ok(()), None) => return Ok(ChosenSlice { gpu, ordinal, name: slice.to_string() }),
             (Ok(()), Some(most)) => {
@@ -102,7 +101,12 @@ pub fn choose<'s>(
         *reasons.entry(reason).or_default() += 1;
     }
     let why = refused.into_values().map(|(gpu, reasons)| reasons_of(gpu, &reasons)).collect::<Vec<_>>();
-    Err(ContainerError::NoneFree { why: why.join("; "), easiest })
+    let text = format!("no slice is free: {}", why.join("; "));
+    // If no slice has an obstacle, all slices are full.
+    Err(match easiest {
+        Some(obstacle) => refused_by(&obstacle, text),
+        None => RequestError::Taken(text),
+    })
 }
 
 fn place(snapshot: &Snapshot, gpu: &GpuView) -> Option<usize> {

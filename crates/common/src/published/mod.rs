@@ -7,6 +7,7 @@ pub mod container;
 pub mod control_daemon;
 pub mod events;
 pub mod free;
+pub mod request_error;
 #[cfg(any(test, feature = "samples"))]
 pub mod samples;
 pub mod slices_of_one_gpu;

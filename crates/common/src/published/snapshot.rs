@@ -112,28 +112,21 @@ pub struct BoundSlice {
     pub groups: Vec<String>,
 }
 
-/// The GPU or the slice to which a published name belongs.
-#[derive(Debug, Clone, Copy, PartialEq)]
-pub enum Named<'a> {
-    Gpu(&'a GpuView),
-    /// A slice: its GPU and its ordinal.
-    Slice(&'a GpuView, u32),
-}
-
 impl Snapshot {
     /// Every slice in configuration order, ordinals ascending: the GPU and the slice's ordinal on it.
     pub fn slices(&self) -> impl Iterator<Item = (&Arc<GpuView>, u32)> {
         slices_of(self.gpus.as_deref().unwrap_or_default())
     }
 
-    /// The slice with a name such as `00:06.0-1`, or the GPU with the name `00:06.0` or a UUID. The address in a name may be
-    /// written with its domain and with capital letters. The address in a name may lack even a domain other than 0000, if no
-    /// other GPU has the same short address. Each ordinal has only one spelling, so that a slice has only one name.
-    pub fn find(&self, name: &str) -> Option<Named<'_>> {
+    /// Finds the slice with a name such as `00:06.0-1`, or the GPU with the name `00:06.0` or a UUID. Returns the GPU, and the
+    /// published name of the GPU or the slice. The address in a name may be written with its domain and with capital letters. The
+    /// address in a name may lack even a domain other than 0000, if no other GPU has the same short address. Each ordinal has only
+    /// one spelling, so that a slice has only one name.
+    pub fn find(&self, name: &str) -> Option<(&GpuView, DeviceName)> {
         let gpus = || self.gpus.iter().flatten();
         if let Some(gpu) = gpus().find(|gpu| !gpu.uuid().is_empty() && gpu.uuid().eq_ignore_ascii_case(name))
         {
-            return Some(Named::Gpu(gpu));
+            return Some((gpu, DeviceName::Gpu(gpu.plan.gpu.id())));
         }
         let (address, ordinal) = DeviceName::parts(name);
         let mut wanted: PciAddress = address.parse().ok()?;
@@ -141,13 +134,9 @@ impl Snapshot {
             wanted = wanted.in_any_domain(gpus().map(|gpu| gpu.plan.gpu.pci.address)).ok()?;
         }
         let gpu = gpus().find(|gpu| gpu.plan.gpu.pci.address == wanted)?;
-        match ordinal {
-            None => Some(Named::Gpu(gpu)),
-            Some(text) => {
-                let ordinal = SliceId::ordinal_in(text).filter(|ordinal| *ordinal < gpu.plan.slices())?;
-                Some(Named::Slice(gpu, ordinal))
-            }
-        }
+        let Some(text) = ordinal else { return Some((gpu, DeviceName::Gpu(gpu.plan.gpu.id()))) };
+        let ordinal = SliceId::ordinal_in(text).filter(|ordinal| *ordinal < gpu.plan.slices())?;
+        Some((gpu, DeviceName::Slice(gpu.plan.slice(ordinal))))
     }
 }
 
@@ -247,27 +236,6 @@ impl GpuView {
     }
 }
 
-impl<'a> Named<'a> {
-    pub fn gpu(&self) -> &'a GpuView {
-        match self {
-            Self::Gpu(gpu) | Self::Slice(gpu, _) => gpu,
-        }
-    }
-
-    /// The published name of the GPU or the slice.
-    pub fn id(&self) -> DeviceName {
-        match self {
-            Self::Gpu(gpu) => DeviceName::Gpu(gpu.plan.gpu.id()),
-            Self::Slice(gpu, ordinal) => DeviceName::Slice(gpu.plan.slice(*ordinal)),
-        }
-    }
-
-    /// The published name of the GPU or the slice as text, such as `00:06.0` or `00:06.0-1`.
-    pub fn name(&self) -> String {
-        self.id().to_string()
-    }
-}
-
 pub fn drained(name: &str) -> Problem {
     Problem::new("drained for new clients", format!("yunion-mpsctl undrain {name} ends the drain"))
 }
@@ -286,7 +254,7 @@ mod tests {
     fn names_are_found_however_they_are_written() {
         let first = gpu("0000:00:06.0", "GPU-76aef7ff-372d-2432-b4b4-beca4d8d3400");
         let snapshot = snapshot(Some(vec![first, gpu("0001:1a:00.0", "GPU-2")]));
-        let name = |asked: &str| snapshot.find(asked).map(|found| found.name());
+        let name = |asked: &str| snapshot.find(asked).map(|(_, name)| name.to_string());
         for (asked, published) in [
             ("00:06.0", "00:06.0"),
             ("0000:00:06.0", "00:06.0"),
@@ -321,7 +289,7 @@ mod tests {
             let uuids = addresses.iter().map(|address| gpu(address, &format!("GPU-{address}")));
             snapshot(Some(uuids.collect()))
         };
-        let name = |snapshot: &Snapshot| snapshot.find("1a:00.0-1").map(|found| found.name());
+        let name = |snapshot: &Snapshot| snapshot.find("1a:00.0-1").map(|(_, name)| name.to_string());
         assert_eq!(name(&gpus(&["0001:1a:00.0", "0002:1a:00.0"])), None);
         assert_eq!(name(&gpus(&["0001:1a:00.0", "0000:1a:00.0"])).as_deref(), Some("1a:00.0-1"));
     }
@@ -332,7 +300,7 @@ mod tests {
         lost.plan.gpu.nvml = Err("GPU is lost".into());
         let snapshot = snapshot(Some(vec![lost]));
         assert_eq!(snapshot.find(""), None);
-        assert_eq!(snapshot.find("00:06.0").map(|found| found.name()).as_deref(), Some("00:06.0"));
+        assert_eq!(snapshot.find("00:06.0").map(|(_, name)| name.to_string()).as_deref(), Some("00:06.0"));
     }
 
     #[test]

@@ -9,8 +9,8 @@ use tokio::process::Command;
 
 use super::DEADLINE;
 use crate::toolkit::WHERE_CUDA_LOOKS;
-use common::bus::answers::{BusAnswer, Published};
-use common::bus::proxy::Listed;
+use common::bus::answers::Published;
+use common::bus::proxy::{BusError, Listed};
 use common::bus::rows::ControlDaemon;
 use common::check::{self, Checked};
 use common::config::{self, Loaded, Refused, Settings, Sources};
@@ -46,7 +46,7 @@ pub(super) struct Facts {
     pub(super) cuda: Option<u32>,
     /// The CUDA version of the control daemon's program, if the program prints one.
     pub(super) program_cuda: Option<u32>,
-    pub(super) bus: BusAnswer,
+    pub(super) bus: Result<Published, BusError>,
     pub(super) unit: Result<UnitProperties, Problem>,
     pub(super) runtime_directory: PathBuf,
     pub(super) state_file: Result<Vec<Running>, Problem>,
@@ -85,8 +85,8 @@ impl FoundDaemon {
 
 impl Facts {
     pub(super) async fn gather(mut sources: Sources) -> Self {
-        let bus = BusAnswer::ask().await;
-        sources.config = sources.config.or_else(|| bus.config(&sources.sysroot));
+        let bus = Published::ask().await;
+        sources.config = sources.config.or_else(|| bus.as_ref().ok()?.config(&sources.sysroot));
         let (inventory, gpus, cuda) = ask_driver(&sources.sysroot);
         let checked = match load(&sources) {
             Ok(loaded) => check::judge(loaded, Some(&inventory)),
@@ -141,12 +141,12 @@ impl Facts {
 
     /// Everything that the service publishes, or the reason why checks of the published values are not possible.
     pub(super) fn published(&self) -> Result<&Published, Problem> {
-        self.bus.published().ok_or_else(|| "yunion-mps-daemon does not answer on the bus".into())
+        self.bus.as_ref().map_err(|_| "yunion-mps-daemon does not answer on the bus".into())
     }
 
     /// The control daemons that the service publishes. The list is empty if the service does not answer.
     pub(super) fn own_control_daemons(&self) -> &[Listed<ControlDaemon>] {
-        self.bus.published().map(|published| published.control_daemons.as_slice()).unwrap_or_default()
+        self.bus.as_ref().map(|published| published.control_daemons.as_slice()).unwrap_or_default()
     }
 
     /// The GPUs that the driver knows.

@@ -10,7 +10,8 @@ use serde_json::Value;
 
 use super::facts::{Facts, UNIT};
 use super::{Check, Finding, Outcome, Severity, edit_unit, error, info, warning};
-use common::bus::answers::BusAnswer;
+use common::bus::error::RequestError;
+use common::bus::proxy::BusError;
 use common::directories::to_be_writable;
 use common::host::proc;
 use common::host::systemd::{self, UnitProperties};
@@ -32,12 +33,12 @@ const UPSTREAM: &str = "/opt/yunion/bin/mps-daemon";
 
 fn bus(facts: &Facts) -> Outcome {
     let finding = match &facts.bus {
-        BusAnswer::Answers(_) => return Ok(Vec::new()),
-        BusAnswer::Unreachable(reason) => {
+        Ok(_) => return Ok(Vec::new()),
+        Err(reason @ BusError::Bus(_)) => {
             let remedy = "systemctl start dbus; see journalctl -u dbus";
-            error("bus-unreachable", "the system bus", reason, remedy)
+            error("bus-unreachable", "the system bus", reason.to_string(), remedy)
         }
-        BusAnswer::Denied(reason) => {
+        Err(BusError::Refused(RequestError::AccessDenied(reason))) => {
             let remedy = if rustix::process::geteuid().is_root() {
                 format!("install {policy} and systemctl reload dbus", policy = POLICIES[0])
             } else {
@@ -47,20 +48,20 @@ fn bus(facts: &Facts) -> Outcome {
         }
         // A process owns the service's name on the bus, so the bus works. The remedy does not restart the bus, since a restart of
         // the bus would harm all other programs on the host.
-        BusAnswer::Silent => error(
+        Err(BusError::Silent) => error(
             "service-silent",
             UNIT,
             "the service runs, but does not answer",
             "journalctl -u yunion-mps-daemon, then systemctl restart yunion-mps-daemon: running jobs carry on",
         ),
-        BusAnswer::Refuses(reason) => error(
+        Err(reason @ (BusError::Refused(_) | BusError::Other { .. })) => error(
             "service-refuses",
             UNIT,
             format!("the service does not report its state: {reason}"),
             "run yunion-mpsctl doctor again, in case the service was just starting or ending; see \
              journalctl -u yunion-mps-daemon",
         ),
-        BusAnswer::NotRunning => error(
+        Err(BusError::NotRunning) => error(
             "service-not-running",
             UNIT,
             "the name io.yunion.Mps1 has no owner on the system bus",
@@ -68,8 +69,8 @@ fn bus(facts: &Facts) -> Outcome {
              yunion-mps-daemon",
         ),
     };
-    let no_policy =
-        matches!(facts.bus, BusAnswer::NotRunning) && !POLICIES.iter().any(|file| facts.file(file).exists());
+    let no_policy = matches!(facts.bus, Err(BusError::NotRunning))
+        && !POLICIES.iter().any(|file| facts.file(file).exists());
     let policy = no_policy.then(|| {
         error(
             "bus-policy-missing",

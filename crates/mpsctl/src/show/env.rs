@@ -12,10 +12,10 @@ use serde_json::{Value, json};
 use crate::chosen::{Devices, take};
 use crate::screen::say;
 use crate::{Error, Result, print_json};
-use common::bus::proxy::{ContainerAnswer, DaemonProxy};
+use common::bus::proxy::DaemonProxy;
 use common::membership::PIPE_DIRECTORY_VARIABLE;
 use common::published::cdi;
-use common::published::container::{devices_in, gives_gpus};
+use common::published::container::{ContainerConfig, Mount, devices_in, gives_gpus};
 use common::published::slices_of_one_gpu;
 use common::text::escaped;
 
@@ -123,18 +123,18 @@ pub(crate) async fn env(daemon: &DaemonProxy, arguments: &Arguments, out: &mut d
 }
 
 /// Writes the environment and the mounts as options that `docker run` and `podman run` have in common.
-fn write_options(answer: &ContainerAnswer, wanted: impl Fn(&str) -> bool, out: &mut dyn Write) -> Result<()> {
+fn write_options(answer: &ContainerConfig, wanted: impl Fn(&str) -> bool, out: &mut dyn Write) -> Result<()> {
     for (name, value) in answer.environment.iter().filter(|(name, _)| wanted(name)) {
         writeln!(out, "--env={name}={value}")?;
     }
-    for (host, container, read_only) in &answer.mounts {
+    for Mount { host, container, read_only } in &answer.mounts {
         writeln!(out, "--volume={host}:{container}{}", if *read_only { ":ro" } else { "" })?;
     }
     Ok(())
 }
 
 /// The GPUs as devices of NVIDIA's own CDI spec.
-fn nvidias_devices(answer: &ContainerAnswer) -> impl Iterator<Item = String> {
+fn nvidias_devices(answer: &ContainerConfig) -> impl Iterator<Item = String> {
     answer.gpus.iter().map(|uuid| format!("nvidia.com/gpu={uuid}"))
 }
 
@@ -159,7 +159,7 @@ fn only_slice(devices: &str) -> Result<&str, String> {
 
 /// A Compose file with one service that other services extend. Compose accepts a service without an image if other services
 /// extend it.
-fn compose_file(answer: &ContainerAnswer) -> Result<String> {
+fn compose_file(answer: &ContainerConfig) -> Result<String> {
     let mut lines = vec![
         "services:".to_owned(),
         "  mps-slice:".to_owned(),
@@ -170,7 +170,7 @@ fn compose_file(answer: &ContainerAnswer) -> Result<String> {
         lines.push(format!("      {name}: {}", yaml(value)?));
     }
     lines.push("    volumes:".to_owned());
-    for (host, container, read_only) in &answer.mounts {
+    for Mount { host, container, read_only } in &answer.mounts {
         lines.push("      - type: bind".to_owned());
         lines.push(format!("        source: {}", yaml(host)?));
         lines.push(format!("        target: {}", yaml(container)?));
@@ -187,31 +187,24 @@ fn yaml(text: &str) -> Result<String> {
 
 /// Prints a warning to standard error that several slices of one GPU count as one: a caller that names several
 /// expects more.
-pub(crate) fn warn_of_several(answer: &ContainerAnswer) {
+pub(crate) fn warn_of_several(answer: &ContainerConfig) {
     for slices in slices_of_one_gpu::given_several(devices_in(&answer.environment)).values() {
         say(&format!("warning: {}", slices_of_one_gpu::describe(slices)));
     }
 }
 
-fn document(answer: &ContainerAnswer) -> Value {
+fn document(answer: &ContainerConfig) -> Value {
     let environment: BTreeMap<_, _> = answer.environment.iter().cloned().collect();
-    let mounts: Vec<Value> = answer
-        .mounts
-        .iter()
-        .map(|(host, container, read_only)| {
-            json!({"host": host, "container": container, "read_only": read_only})
-        })
-        .collect();
-    json!({"environment": environment, "mounts": mounts, "gpus": answer.gpus})
+    json!({"environment": environment, "mounts": answer.mounts, "gpus": answer.gpus})
 }
 
 /// The environment for a process on this host. The process sees each directory under its path on the host. All GPUs are visible
 /// to a process on the host, so `CUDA_VISIBLE_DEVICES` has to make the right GPU its device 0, to which the memory limit applies.
-pub(crate) fn host_environment(answer: &ContainerAnswer) -> Vec<(String, String)> {
+pub(crate) fn host_environment(answer: &ContainerConfig) -> Vec<(String, String)> {
     let mut environment = answer.environment.clone();
     for (_, value) in &mut environment {
-        if let Some((host, ..)) = answer.mounts.iter().find(|(_, container, _)| container == value) {
-            value.clone_from(host);
+        if let Some(mount) = answer.mounts.iter().find(|mount| mount.container == *value) {
+            value.clone_from(&mount.host);
         }
     }
     environment.push(("CUDA_VISIBLE_DEVICES".to_owned(), answer.gpus.join(",")));
@@ -223,7 +216,7 @@ pub(crate) fn host_environment(answer: &ContainerAnswer) -> Vec<(String, String)
 ///
 /// # Errors
 /// This process sees other directories than the service.
-pub(crate) fn ensure_reachable(answer: &ContainerAnswer) -> Result<()> {
+pub(crate) fn ensure_reachable(answer: &ContainerConfig) -> Result<()> {
     let environment = host_environment(answer);
     let directory = environment.iter().find(|(name, _)| name == PIPE_DIRECTORY_VARIABLE);
     let Some((_, directory)) = directory else { return Ok(()) };

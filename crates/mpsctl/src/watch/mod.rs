@@ -4,10 +4,10 @@ use std::future::{Future, pending};
 use std::time::Duration;
 
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use tokio::sync::watch;
 use tokio::time::{Instant, sleep, timeout, timeout_at};
 
 use common::bus::answers::SIGN_OF_LIFE;
-use common::bus::changes::ServiceChanges;
 use common::bus::proxy::{BusError, DaemonProxy};
 use common::text::printable;
 
@@ -25,7 +25,7 @@ const SHORTEST: Duration = Duration::from_millis(250);
 /// The connection to the service, for repeated looks at it. The service and the bus may end and start again between two looks.
 #[derive(Debug, Default)]
 struct ReconnectingProxy {
-    joined: Option<(DaemonProxy, ServiceChanges)>,
+    joined: Option<(DaemonProxy, watch::Receiver<()>)>,
 }
 
 impl ReconnectingProxy {
@@ -46,7 +46,7 @@ impl ReconnectingProxy {
         sleep(SHORTEST).await;
         let change = async {
             match &mut self.joined {
-                Some((_, changes)) => changes.next().await,
+                Some((_, changes)) => changes.changed().await.is_ok(),
                 None => pending().await,
             }
         };
