@@ -16,7 +16,7 @@ use super::bypass::{self, Bypass};
 
 impl GpuShell for Worker {
     async fn read_gpus(&mut self, gpus: &[GpuUuid], together: bool) -> Option<SeenGpus> {
-        let served = ComputeMode::while_served(self.order.plan.tenure());
+        let served = ComputeMode::while_served(self.plan.tenure());
         // For a GPU that does not answer, the processes of the last answer stay.
         self.processes.retain(|gpu, _| gpus.contains(gpu));
         let mut seen = BTreeMap::new();
@@ -46,7 +46,7 @@ impl GpuShell for Worker {
     }
 
     async fn take_mode(&mut self, gpu: &GpuUuid) -> Result<bool, String> {
-        let served = ComputeMode::while_served(self.order.plan.tenure());
+        let served = ComputeMode::while_served(self.plan.tenure());
         let was_needed = self.tools.nvml.take(gpu, served).await?;
         self.reporter.update_gpu(gpu, |status| status.compute_mode = Some(served));
         Ok(was_needed)
@@ -80,7 +80,7 @@ impl GpuShell for Worker {
         let is_news = !come.is_empty() || !gone.is_empty();
         let told = &self.tools.told_bypasses;
         let (come, gone) = (told.newly_told(come), told.newly_gone(gone));
-        let planned = self.order.plan.gpus.iter().find(|planned| planned.uuid == *gpu);
+        let planned = self.plan.gpus.iter().find(|planned| planned.uuid == *gpu);
         let name = planned.map_or_else(|| gpu.clone(), ServedGpu::name);
         if !come.is_empty() {
             let who = bypass::describe(come);
@@ -119,8 +119,8 @@ impl Worker {
     /// take turns on the GPU, the servers of the other control daemons are left out, and it is not known to which
     /// control daemon a client belongs.
     fn own(&self, mut there: Vec<GpuProcess>) -> Vec<GpuProcess> {
-        if self.order.plan.tenure() == Tenure::InTurns {
-            let others = self.tools.state_file.lock().pids_of_others(&self.order.plan.id);
+        if self.plan.tenure() == Tenure::InTurns {
+            let others = self.tools.state_file.lock().pids_of_others(&self.plan.id);
             let is_theirs = |pid| proc::stat(pid).is_ok_and(|process| others.contains(&process.parent));
             there.retain(|process| !process.via_mps && !is_theirs(process.pid));
         }

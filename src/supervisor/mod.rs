@@ -31,7 +31,7 @@ use std::time::Duration;
 
 use mps_core::serve::{Ended, Failure, GpuReach, Known, Requested, Serving, Wanted};
 use mps_core::terms::GpuProcess;
-use mps_core::{ActOutcome, CoreEvent, DaemonAct, Goal, HeldGpus, RateLimit, RunningDaemon};
+use mps_core::{ActOutcome, CoreEvent, DaemonAct, Goal, HeldGpus, RateLimit};
 use tokio::sync::{Notify, mpsc, oneshot};
 use tokio::task::yield_now;
 use tokio::time::Instant;
@@ -43,7 +43,6 @@ use crate::supervisor::bypass::ToldBypasses;
 use crate::supervisor::nvml_worker::NvmlWorker;
 use crate::supervisor::state_file::SharedStateFile;
 use crate::supervisor::wake_ups::GpuWakeUps;
-use common::config::Supervision;
 use common::host::cpus::Cpus;
 use common::plan::ControlDaemonPlan;
 use common::problem::Problem;
@@ -66,14 +65,6 @@ const LINES: RateLimit = RateLimit::new(500, 500, Duration::from_secs(10));
 
 /// The time between two searches for programs without MPS on a GPU whose compute mode does not refuse them.
 const GUARD_PERIOD: Duration = Duration::from_secs(2);
-
-/// The payload of an order to a supervisor: the plan of the control daemon, and the settings for its supervision. The
-/// core knows only the id and the GPUs of an order, and not its payload.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub(crate) struct Instructions {
-    pub plan: ControlDaemonPlan,
-    pub supervision: Supervision,
-}
 
 /// A request to a supervisor. A supervisor gets requests in addition to the acts that the core orders.
 #[derive(Debug)]
@@ -119,11 +110,6 @@ pub(crate) struct Tools {
     pub begun: Instant,
 }
 
-/// The part of an entry in the state file that the core needs.
-pub(crate) fn written(running: &Running) -> RunningDaemon {
-    RunningDaemon { process: running.process, gpus: running.gpus.clone() }
-}
-
 impl From<ControlError> for Failure {
     fn from(error: ControlError) -> Self {
         match error {
@@ -147,10 +133,10 @@ struct Failing {
     before: String,
 }
 
-/// An act that the core has ordered, with the order.
+/// An act that the core has ordered, with the plan in the order.
 #[derive(Debug)]
 struct Assignment {
-    order: Instructions,
+    plan: ControlDaemonPlan,
     goal: Goal,
     held: HeldGpus,
     act: DaemonAct,
@@ -163,13 +149,13 @@ async fn run(
     mut assignments: mpsc::UnboundedReceiver<Assignment>,
     mut commands: mpsc::Receiver<SupervisorCommand>,
     mut machine: Machine,
-    events: mpsc::UnboundedSender<CoreEvent<Instructions>>,
+    events: mpsc::UnboundedSender<CoreEvent<ControlDaemonPlan>>,
 ) {
-    while let Some(Assignment { order, goal, held, act, interrupt }) = assignments.recv().await {
+    while let Some(Assignment { plan, goal, held, act, interrupt }) = assignments.recv().await {
         // `Rest` only publishes the result of the last act, and belongs to the order of that act. So the worker takes no
         // new order for `Rest`.
         if !matches!(act, DaemonAct::Rest(_)) {
-            machine.worker.take_order(order, goal, held);
+            machine.worker.take_order(plan, goal, held);
         }
         let outcome = tokio::select! {
             biased;
@@ -191,7 +177,7 @@ async fn run(
 #[allow(clippy::struct_excessive_bools)]
 #[derive(Debug)]
 struct Worker {
-    order: Instructions,
+    plan: ControlDaemonPlan,
     goal: Goal,
     held: HeldGpus,
     tools: Tools,
@@ -254,10 +240,10 @@ impl Machine {
     }
 
     /// The event that gives the core the outcome of an act.
-    fn done(&self, outcome: ActOutcome) -> CoreEvent<Instructions> {
-        let id = &self.worker.order.plan.id;
+    fn done(&self, outcome: ActOutcome) -> CoreEvent<ControlDaemonPlan> {
+        let id = &self.worker.plan.id;
         let state_file = self.worker.tools.state_file.lock();
-        let written = state_file.control_daemon(id).map(written);
+        let written = state_file.control_daemon(id).map(|running| running.gpus.clone());
         CoreEvent::Done { id: id.clone(), written, watched: self.run.is_some(), outcome }
     }
 
@@ -330,7 +316,7 @@ impl Worker {
 
     /// The part of the order on which serving depends.
     fn wanted(&self) -> Wanted {
-        let Instructions { plan, supervision } = &self.order;
+        let plan = &self.plan;
         Wanted {
             id: plan.id.clone(),
             gpus: plan.gpus.clone(),
@@ -339,8 +325,8 @@ impl Worker {
             retiring: self.is_retiring(),
             guard_period: plan.stands_guard().then_some(GUARD_PERIOD),
             held: self.held.clone(),
-            sets_modes: supervision.set_compute_mode,
-            fault_grace: supervision.fault_grace,
+            sets_modes: plan.supervision.set_compute_mode,
+            fault_grace: plan.supervision.fault_grace,
         }
     }
 
@@ -349,11 +335,11 @@ impl Worker {
         self.goal == Goal::Retire
     }
 
-    fn take_order(&mut self, order: Instructions, goal: Goal, held: HeldGpus) {
+    fn take_order(&mut self, plan: ControlDaemonPlan, goal: Goal, held: HeldGpus) {
         // If the new order has the same plan, the status stays as it is: nothing changes for clients.
-        self.reporter.update(|status| status.take(&order.plan));
-        (self.order, self.goal, self.held) = (order, goal, held);
-        let plan = &mut self.order.plan;
+        self.reporter.update(|status| status.take(&plan));
+        (self.plan, self.goal, self.held) = (plan, goal, held);
+        let plan = &mut self.plan;
         let Some(private) = give_up_private_directory(plan) else { return };
         if self.not_beside.as_ref() == Some(&private) {
             return;

@@ -219,7 +219,7 @@ impl Shell for RunShell<'_> {
     async fn quit(&mut self, may_end: Permit) -> bool {
         let run = &mut *self.run;
         tracing::debug!(step = "quit", "control daemon {pid} is asked to end", pid = run.running.process.pid);
-        let quit_timeout = self.worker.order.supervision.quit_timeout;
+        let quit_timeout = self.worker.plan.supervision.quit_timeout;
         let has_ended = process::stop(&mut run.process, &run.control, quit_timeout, may_end).await;
         if has_ended {
             self.say_how_it_ended(Stopped::Quit);
@@ -246,7 +246,7 @@ impl Shell for RunShell<'_> {
 
     async fn clients_on_gpus(&mut self, ours: &BTreeSet<u32>) -> ClientsOnGpus {
         let clients = self.worker.tools.nvml.mps_clients(&self.run.running.gpus).await;
-        if self.worker.order.plan.tenure() == Tenure::Alone {
+        if self.worker.plan.tenure() == Tenure::Alone {
             return clients;
         }
         let of_several =
@@ -308,7 +308,7 @@ impl Shell for RunShell<'_> {
 
     fn lead_here(&mut self) -> Result<(), Failure> {
         let admission = &self.worker.admission;
-        let led = admission.lead(&self.run.running, &self.worker.order.plan);
+        let led = admission.lead(&self.run.running, &self.worker.plan);
         self.run.running.slice_directories = admission.slice_directories();
         self.worker.report_links(&self.run.running.pipe_directory, None);
         // A missing link counts as a failure and not as a blocker of the order: the service pauses after a failure, but
@@ -376,15 +376,15 @@ impl Shell for RunShell<'_> {
                 );
                 self.worker.reporter.warning(text);
             }
-            None if log.offset() > self.worker.order.supervision.log_max_bytes => {
-                log.rotate(self.worker.order.supervision.log_max_bytes);
+            None if log.offset() > self.worker.plan.supervision.log_max_bytes => {
+                log.rotate(self.worker.plan.supervision.log_max_bytes);
             }
             None => {}
         }
     }
 
     fn is_in_place(&self) -> bool {
-        self.run.running.pipe_directory == self.worker.order.plan.pipe_directory
+        self.run.running.pipe_directory == self.worker.plan.pipe_directory
     }
 
     fn misfit(&self, reach: &GpuReach) -> Option<String> {
@@ -397,7 +397,7 @@ impl Shell for RunShell<'_> {
             multiuser: running.multiuser,
             near_cpus: running.near_cpus,
         };
-        self.worker.order.plan.misfit(&present, |uuid| !reach.is_left_out(uuid))
+        self.worker.plan.misfit(&present, |uuid| !reach.is_left_out(uuid))
     }
 
     fn passed(&self, step: &'static str, text: &str) {

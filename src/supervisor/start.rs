@@ -68,7 +68,7 @@ impl Machine {
     /// Starts a control daemon for the order.
     pub(super) async fn start(&mut self) -> Result<(), Failure> {
         self.worker.reporter.enter(ControlDaemonState::Starting, false, "");
-        let (plan, wanted) = (&self.worker.order.plan, self.worker.wanted());
+        let (plan, wanted) = (&self.worker.plan, self.worker.wanted());
         let has_other_ways = plan.slice_directories.is_some() || plan.private_directory.is_some();
         let users = WantedUsers {
             multiuser: plan.multiuser && !self.worker.multiuser_refused,
@@ -137,7 +137,7 @@ impl Starter for StartShell<'_> {
     }
 
     fn open_directories(&mut self) -> Result<bool, Failure> {
-        let plan = &self.worker.order.plan;
+        let plan = &self.worker.plan;
         let bad_directory = |error: BadDirectory| Failure::Waiting(error.to_string());
         let mut moved = Vec::new();
         let pipe = match (plan.tenure(), plan.pipe_directory.parent()) {
@@ -193,7 +193,7 @@ impl Starter for StartShell<'_> {
 impl Worker {
     /// Returns the front end for the control daemon that listens in one of the order's directories, and the directory.
     fn control_in(&self, place: StartPlace) -> (Control, &Path) {
-        let plan = &self.order.plan;
+        let plan = &self.plan;
         let directory = match place {
             StartPlace::Own => plan.control_directory(),
             StartPlace::Pipe => &plan.pipe_directory,
@@ -215,7 +215,7 @@ impl Worker {
     /// Makes sure that the order's control daemon can make its FIFO. Returns a message if a directory was renamed to make
     /// room for the FIFO.
     fn free_place_of_fifo(&self) -> Result<Option<String>, BadDirectory> {
-        let plan = &self.order.plan;
+        let plan = &self.plan;
         let place = plan.control_directory().join(driver::LOG_FIFO);
         // The log directory can be at the path of the FIFO, or below it, only if the plan had a private directory for
         // the control daemon and the host can't have a private directory.
@@ -238,7 +238,7 @@ impl Worker {
         gpus: &[String],
         multiuser: bool,
     ) -> Result<DaemonRun, Failure> {
-        let plan = &self.order.plan;
+        let plan = &self.plan;
         let id = self.reporter.id();
         let not_started =
             |error: std::io::Error| Failure::Failed(format!("the control daemon can't be started: {error}"));

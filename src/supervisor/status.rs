@@ -378,6 +378,7 @@ mod tests {
             multiuser_optional: true,
             prewarm: true,
             cpus: None,
+            supervision: Arc::default(),
         }
     }
 

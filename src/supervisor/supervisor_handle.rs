@@ -8,16 +8,17 @@ use mps_core::{CoreEvent, DaemonAct, Goal, HeldGpus, Order};
 use tokio::sync::{mpsc, oneshot, watch as channel};
 
 use crate::mps::control::{Control, FrontEnds};
+use common::plan::ControlDaemonPlan;
 use common::problem::Problem;
 
 use super::admission::SharedAdmission;
 use super::status::{Reporter, Status};
-use super::{Assignment, Instructions, LINES, Machine, SupervisorCommand, Tools, Worker, run};
+use super::{Assignment, LINES, Machine, SupervisorCommand, Tools, Worker, run};
 
 /// The handle of a supervisor. If a [`SupervisorHandle`] is dropped, the control daemon and its clients go on.
 #[derive(Debug)]
 pub(crate) struct SupervisorHandle {
-    order: Instructions,
+    plan: ControlDaemonPlan,
     assignments: mpsc::UnboundedSender<Assignment>,
     /// The sender that interrupts the running act. None if no act can be interrupted.
     interrupt: Option<oneshot::Sender<()>>,
@@ -30,19 +31,19 @@ pub(crate) struct SupervisorHandle {
 impl SupervisorHandle {
     /// Starts a supervisor. The task of the supervisor waits for acts, and reports the outcome of each to the core.
     pub(crate) fn new(
-        order: &Instructions,
+        plan: &ControlDaemonPlan,
         goal: Goal,
         tools: Tools,
-        events: mpsc::UnboundedSender<CoreEvent<Instructions>>,
+        events: mpsc::UnboundedSender<CoreEvent<ControlDaemonPlan>>,
     ) -> Self {
-        let (reporter, status) = Reporter::new(&order.plan, Arc::clone(&tools.changed));
+        let (reporter, status) = Reporter::new(plan, Arc::clone(&tools.changed));
         let front_ends = tools.front_ends.clone();
         let (commands, commands_received) = mpsc::channel(4);
         let (assignments, assigned) = mpsc::unbounded_channel();
         let (state_file, changed) = (tools.state_file.clone(), Arc::clone(&tools.changed));
-        let admission = SharedAdmission::new(&order.plan, goal == Goal::Retire, state_file, changed);
+        let admission = SharedAdmission::new(plan, goal == Goal::Retire, state_file, changed);
         let worker = Worker {
-            order: order.clone(),
+            plan: plan.clone(),
             goal,
             held: BTreeMap::new(),
             tools,
@@ -58,14 +59,14 @@ impl SupervisorHandle {
         };
         let machine = Machine { worker, reach: GpuReach::default(), run: None, failing: None };
         tokio::spawn(run(assigned, commands_received, machine, events));
-        let order = order.clone();
-        Self { order, assignments, interrupt: None, status, front_ends, commands, admission }
+        let plan = plan.clone();
+        Self { plan, assignments, interrupt: None, status, front_ends, commands, admission }
     }
 
     /// Has the supervisor carry out an act, after the act that is running.
     pub(crate) fn carry_out(
         &mut self,
-        order: Order<Instructions>,
+        order: Order<ControlDaemonPlan>,
         goal: Goal,
         held: HeldGpus,
         act: DaemonAct,
@@ -73,7 +74,7 @@ impl SupervisorHandle {
         let (sender, interrupt) = oneshot::channel();
         self.interrupt = Some(sender);
         // Sending fails only when the supervisor has ended, at the end of the service.
-        let _ = self.assignments.send(Assignment { order: order.payload, goal, held, act, interrupt });
+        let _ = self.assignments.send(Assignment { plan: order.payload, goal, held, act, interrupt });
     }
 
     /// Interrupts the running act.
@@ -83,16 +84,16 @@ impl SupervisorHandle {
         }
     }
 
-    /// Publishes a new order, and makes and removes the links to the control daemon as the order says, even during an
+    /// Publishes a new plan, and makes and removes the links to the control daemon as the plan says, even during an
     /// act.
-    pub(crate) fn follow(&mut self, order: &Instructions, goal: Goal) {
+    pub(crate) fn follow(&mut self, plan: &ControlDaemonPlan, goal: Goal) {
         match goal {
-            Goal::Serve | Goal::Retire => self.admission.pursue(&order.plan, goal == Goal::Retire),
+            Goal::Serve | Goal::Retire => self.admission.pursue(plan, goal == Goal::Retire),
             // The links stay: a link to a control daemon that ends does no harm, and clients of a control daemon that the
             // next service takes over need their links.
             Goal::Stop(_) | Goal::Leave => {}
         }
-        self.order.clone_from(order);
+        self.plan.clone_from(plan);
     }
 
     /// Lets other users change and remove the directories of the links: the control daemon has no supervisor any
@@ -101,10 +102,10 @@ impl SupervisorHandle {
         self.admission.release();
     }
 
-    /// The present status. The status is about the last order, even if the supervisor has not taken that order yet.
+    /// The present status. The status is about the last plan, even if the supervisor has not taken that plan yet.
     pub(crate) fn status(&self) -> Status {
         let mut status = self.status.borrow().clone();
-        status.take(&self.order.plan);
+        status.take(&self.plan);
         status.missing_links = self.admission.missing();
         status
     }

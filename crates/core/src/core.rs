@@ -7,7 +7,7 @@ use crate::lifecycle::{Lifecycle, Next};
 use crate::modes::Modes;
 use crate::{
     Act, Cause, CoreEvent, CoreTime, DaemonAct, DaemonId, Demand, Goal, GpuUuid, HeldGpus, MpsSwitch, Order,
-    Permit, RunningDaemon,
+    Permit,
 };
 
 /// The state on which the decisions about the whole host depend.
@@ -16,18 +16,18 @@ pub struct Core<P> {
     /// The control daemons that have a supervisor, by id, so that no two control daemons have the same id. Some control
     /// daemons are about to end, and others wait for GPUs.
     lifecycles: BTreeMap<DaemonId, Lifecycle<P>>,
-    /// The control daemons in the state file that have no supervisor. The processes of control daemons without a supervisor may
-    /// have ended.
-    left: BTreeMap<DaemonId, RunningDaemon>,
+    /// The control daemons in the state file that have no supervisor, with their GPUs. The processes of control daemons without a
+    /// supervisor may have ended.
+    left: BTreeMap<DaemonId, Vec<GpuUuid>>,
     modes: Modes,
     /// True once the service ends and leaves the control daemons, and the compute modes of their GPUs, to the next service.
     leaving: bool,
 }
 
 impl<P: Clone + PartialEq> Core<P> {
-    /// The core of a service that has just started. `left` has the control daemons of the state file, and `changed` the GPUs
-    /// whose compute mode an earlier service has changed.
-    pub fn new(left: BTreeMap<DaemonId, RunningDaemon>, changed: BTreeSet<GpuUuid>) -> Self {
+    /// The core of a service that has just started. `left` has the control daemons of the state file with their GPUs, and
+    /// `changed` the GPUs whose compute mode an earlier service has changed.
+    pub fn new(left: BTreeMap<DaemonId, Vec<GpuUuid>>, changed: BTreeSet<GpuUuid>) -> Self {
         Self { lifecycles: BTreeMap::new(), left, modes: Modes::new(changed), leaving: false }
     }
 
@@ -147,7 +147,7 @@ impl<P: Clone + PartialEq> Core<P> {
         }
         let to_put_back = self.modes.to_put_back(|gpu| {
             self.lifecycles.values().any(|one| one.keeps_mode(gpu))
-                || self.left.values().any(|one| one.gpus.contains(gpu))
+                || self.left.values().any(|gpus| gpus.contains(gpu))
         });
         for gpu in to_put_back {
             self.modes.begin(&gpu);
@@ -166,7 +166,7 @@ impl<P: Clone + PartialEq> Core<P> {
         let holder = |gpu: &GpuUuid| {
             let mut others =
                 self.lifecycles.range(first.clone()..).filter(|(other, one)| one.has(gpu) && *other != id);
-            let is_kept = |(_, one): &(&DaemonId, &RunningDaemon)| one.gpus.contains(gpu);
+            let is_kept = |(_, gpus): &(&DaemonId, &Vec<GpuUuid>)| gpus.contains(gpu);
             let left = || self.left.range(first.clone()..).find(is_kept).map(|(id, _)| id);
             others.next().map(|(other, _)| other).or_else(left).cloned()
         };

@@ -3,7 +3,6 @@
 use alloc::collections::BTreeMap;
 use alloc::vec::Vec;
 
-use crate::terms::ProcessId;
 use crate::{Configured, DaemonId, GpuUuid};
 
 /// An event, after which the core may order acts.
@@ -22,8 +21,9 @@ pub enum CoreEvent<P> {
     /// The service has carried out an act about a control daemon.
     Done {
         id: DaemonId,
-        /// The control daemon's entry in the state file after the act. None if the state file has no entry.
-        written: Option<RunningDaemon>,
+        /// The GPUs that the state file names for the control daemon after the act. None if the state file does not have the
+        /// control daemon.
+        written: Option<Vec<GpuUuid>>,
         /// True if the service watches the process, and so learns when it ends.
         watched: bool,
         outcome: ActOutcome,
@@ -79,14 +79,6 @@ pub struct Order<P> {
     pub sets_modes: bool,
     /// The part of the order that the core only compares and does not read.
     pub payload: P,
-}
-
-/// The entry in the state file for a control daemon that the service has started.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub struct RunningDaemon {
-    pub process: ProcessId,
-    /// The GPUs that the control daemon was started with.
-    pub gpus: Vec<GpuUuid>,
 }
 
 /// The outcome of an act about a control daemon.

@@ -4,10 +4,7 @@ use alloc::vec::Vec;
 use core::mem;
 use core::time::Duration;
 
-use crate::{
-    ActOutcome, Cause, CoreTime, DaemonAct, GpuUuid, HeldGpus, Order, Permit, RunUse, RunningDaemon,
-    WhyFailed,
-};
+use crate::{ActOutcome, Cause, CoreTime, DaemonAct, GpuUuid, HeldGpus, Order, Permit, RunUse, WhyFailed};
 
 /// The pause before a control daemon is started again after its second failure in a row. After the first failure there is no
 /// pause. The pause doubles up to [`LAST_PAUSE`].
@@ -96,8 +93,8 @@ pub(crate) struct Lifecycle<P> {
     revision: u64,
     /// The order that the last act was begun with. None if no act was begun.
     told: Option<Told>,
-    /// The control daemon's entry in the state file. None if there is no entry.
-    written: Option<RunningDaemon>,
+    /// The GPUs that the state file names for the control daemon. None if the state file does not have the control daemon.
+    written: Option<Vec<GpuUuid>>,
     /// True if the service watches the process, and so learns of its end.
     watched: bool,
     /// True if a control daemon has run under this id before. The next control daemon with this id waits until all of its GPUs
@@ -110,7 +107,7 @@ pub(crate) struct Lifecycle<P> {
 }
 
 impl<P: Clone + PartialEq> Lifecycle<P> {
-    pub(crate) fn new(order: Order<P>, goal: Goal, written: Option<RunningDaemon>) -> Self {
+    pub(crate) fn new(order: Order<P>, goal: Goal, written: Option<Vec<GpuUuid>>) -> Self {
         Self {
             order,
             goal,
@@ -133,14 +130,14 @@ impl<P: Clone + PartialEq> Lifecycle<P> {
         self.goal
     }
 
-    pub(crate) fn written(&self) -> Option<&RunningDaemon> {
+    pub(crate) fn written(&self) -> Option<&Vec<GpuUuid>> {
         self.written.as_ref()
     }
 
     /// The GPUs with which the control daemon runs, and the GPUs that it should get and that no other control daemon has. A GPU may
     /// appear twice.
     pub(crate) fn gpus<'g>(&'g self, held: &'g HeldGpus) -> impl Iterator<Item = &'g GpuUuid> {
-        let running = self.written.iter().flat_map(|run| &run.gpus);
+        let running = self.written.iter().flatten();
         // The GPUs of the running control daemon are its own, even if the state file still lists an ended control daemon with
         // one of them.
         running.chain(self.order.gpus.iter().filter(|gpu| !held.contains_key(*gpu)))
@@ -167,7 +164,7 @@ impl<P: Clone + PartialEq> Lifecycle<P> {
     /// Returns whether the control daemon has this GPU, or is being started with it.
     pub(crate) fn has(&self, gpu: &str) -> bool {
         let starts = matches!(self.phase, Phase::Busy { act: DaemonAct::Start, .. });
-        self.written.iter().any(|run| run.gpus.iter().any(|one| one == gpu))
+        self.written.iter().flatten().any(|one| one == gpu)
             || starts && self.told.iter().any(|told| told.has(gpu))
     }
 
@@ -253,7 +250,7 @@ impl<P: Clone + PartialEq> Lifecycle<P> {
     /// Records the outcome of the act that was under way.
     pub(crate) fn done(
         &mut self,
-        written: Option<RunningDaemon>,
+        written: Option<Vec<GpuUuid>>,
         watched: bool,
         outcome: ActOutcome,
         now: CoreTime,

@@ -229,8 +229,8 @@ const DEFECTS: &[Defect] = &[
     (
         "a GPU is given away that a control daemon on the way out still has",
         "lifecycle.rs",
-        "self.written.iter().any(|run| run.gpus",
-        "self.written.iter().filter(|_| !PUT_BACK).any(|run| run.gpus",
+        "self.written.iter().flatten().any(",
+        "self.written.iter().filter(|_| !PUT_BACK).flatten().any(",
         "",
     ),
     (

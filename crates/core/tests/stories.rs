@@ -10,10 +10,8 @@ use std::time::Duration;
 
 use mps_core::{
     Act, ActOutcome, Configured, Core, CoreEvent, DaemonAct, DaemonId, Demand, Goal, HEALTHY_AGAIN,
-    MpsSwitch, Order, RunUse, RunningDaemon, WhyFailed,
+    MpsSwitch, Order, RunUse, WhyFailed,
 };
-
-use mps_core::terms::ProcessId;
 
 const NOW: Duration = Duration::from_secs(1000);
 
@@ -34,12 +32,11 @@ fn demand(orders: &[Order<()>]) -> CoreEvent<()> {
     })
 }
 
-fn runs(gpus: &[&str]) -> Option<RunningDaemon> {
-    let gpus = gpus.iter().map(|gpu| (*gpu).to_owned()).collect();
-    Some(RunningDaemon { process: ProcessId { pid: 7, start_time: 7 }, gpus })
+fn runs(gpus: &[&str]) -> Option<Vec<String>> {
+    Some(gpus.iter().map(|gpu| (*gpu).to_owned()).collect())
 }
 
-fn done(id: &str, written: Option<RunningDaemon>, outcome: ActOutcome) -> CoreEvent<()> {
+fn done(id: &str, written: Option<Vec<String>>, outcome: ActOutcome) -> CoreEvent<()> {
     let watched = written.is_some();
     CoreEvent::Done { id: id.into(), written, watched, outcome }
 }

@@ -33,7 +33,7 @@ impl Fleet {
     pub(crate) fn slices(&self) -> Slices {
         let statuses = self.ask_all(SupervisorHandle::status);
         let conducted = self.conductor.lock();
-        let pending = conducted.core.pending().map(|order| &order.payload.plan);
+        let pending = conducted.core.pending().map(|order| &order.payload);
         let state_file = self.tools.state_file.lock();
         let running = state_file.control_daemons();
         let directories = running.iter().flat_map(|(id, running)| running.directories_of_clients(id));

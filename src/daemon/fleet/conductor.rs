@@ -9,10 +9,11 @@ use tokio::time::{Instant, sleep_until};
 
 use crate::message::{Message, Subject};
 use crate::mps::control::Control;
-use crate::supervisor::{Instructions, SupervisorHandle, Tools, written};
+use crate::supervisor::{SupervisorHandle, Tools};
 use crate::tenants::ending_shell::ClientsDaemon;
 use common::host::compute_mode::ComputeMode;
 use common::host::identity;
+use common::plan::ControlDaemonPlan;
 
 /// The core, shared by all parts of the service that have events for it. The results of acts reach the core even while the main
 /// loop waits for something.
@@ -26,11 +27,11 @@ pub(super) struct Conductor {
 /// The core, and the supervisors that carry out its acts.
 #[derive(Debug)]
 pub(super) struct Conducted {
-    pub(super) core: Core<Instructions>,
+    pub(super) core: Core<ControlDaemonPlan>,
     /// The supervisors. A control daemon that waits for its GPUs has no supervisor yet.
     pub(super) supervisors: BTreeMap<DaemonId, SupervisorHandle>,
     tools: Tools,
-    events: mpsc::UnboundedSender<CoreEvent<Instructions>>,
+    events: mpsc::UnboundedSender<CoreEvent<ControlDaemonPlan>>,
 }
 
 impl Conductor {
@@ -39,7 +40,7 @@ impl Conductor {
         let core = {
             let state_file = tools.state_file.lock();
             let left =
-                state_file.control_daemons().iter().map(|(id, running)| (id.clone(), written(running)));
+                state_file.control_daemons().iter().map(|(id, running)| (id.clone(), running.gpus.clone()));
             Core::new(left.collect(), state_file.changed_gpus())
         };
         let changed = Arc::clone(&tools.changed);
@@ -76,7 +77,7 @@ impl Conductor {
     }
 
     /// Gives an event to the core, and has the supervisors carry out the resulting acts.
-    pub(super) fn on(&self, event: CoreEvent<Instructions>) {
+    pub(super) fn on(&self, event: CoreEvent<ControlDaemonPlan>) {
         self.lock().on(event);
         self.moved.notify_one();
     }
@@ -85,7 +86,7 @@ impl Conductor {
     /// each event.
     async fn pass_on(
         self,
-        mut happened: mpsc::UnboundedReceiver<CoreEvent<Instructions>>,
+        mut happened: mpsc::UnboundedReceiver<CoreEvent<ControlDaemonPlan>>,
         changed: Arc<Notify>,
     ) {
         loop {
@@ -107,7 +108,7 @@ impl Conducted {
         self.core.due().map(|due| self.tools.begun + due)
     }
 
-    fn on(&mut self, event: CoreEvent<Instructions>) {
+    fn on(&mut self, event: CoreEvent<ControlDaemonPlan>) {
         let is_answer = matches!(event, CoreEvent::Done { .. } | CoreEvent::ModeDone { .. } | CoreEvent::Due);
         let acts = self.core.on(event, self.tools.begun.elapsed());
         if !is_answer {
@@ -122,7 +123,7 @@ impl Conducted {
         }
     }
 
-    fn carry_out(&mut self, act: Act<Instructions>) {
+    fn carry_out(&mut self, act: Act<ControlDaemonPlan>) {
         match act {
             Act::Daemon { id, order, goal, held, act } => {
                 let new =

@@ -16,9 +16,9 @@ use crate::dbus::Reply;
 use crate::mps::process;
 use crate::register::Clients;
 use crate::supervisor::admission::close_unsupervised;
-use crate::supervisor::{Instructions, Status, SupervisorHandle, Tools};
+use crate::supervisor::{Status, SupervisorHandle, Tools};
 use common::bus::error::RequestError;
-use common::config::Settings;
+use common::config::{Settings, Supervision};
 use common::plan::{self, Configured, Plan};
 use common::state_file::Running;
 use conductor::{Conducted, Conductor};
@@ -100,7 +100,7 @@ impl Fleet {
         }
         let closed = held.filter(|_| sets_modes).filter_map(|gpu| gpu.gpu.uuid().map(str::to_owned));
         self.conductor.on(CoreEvent::Pursue(Demand {
-            orders: plan.control_daemons.iter().map(|one| order(one.clone(), settings)).collect(),
+            orders: plan.control_daemons.iter().map(|one| order(one.clone())).collect(),
             left: self.left(plan, settings),
             mps,
             kept: if sets_modes { plan.configured.clone() } else { Configured::default() },
@@ -109,13 +109,14 @@ impl Fleet {
     }
 
     /// The orders for the control daemons in the state file that the plan does not need.
-    fn left(&self, plan: &Plan, settings: &Settings) -> Vec<Order<Instructions>> {
+    fn left(&self, plan: &Plan, settings: &Settings) -> Vec<Order<plan::ControlDaemonPlan>> {
+        let supervision = Arc::new(settings.supervision.clone());
         let state_file = self.tools.state_file.lock();
         let unwanted = state_file
             .control_daemons()
             .iter()
             .filter(|(id, _)| !plan.control_daemons.iter().any(|one| one.id == **id));
-        unwanted.map(|(id, running)| order(leftover(id, running, plan), settings)).collect()
+        unwanted.map(|(id, running)| order(leftover(id, running, plan, &supervision))).collect()
     }
 
     /// Returns when a process that prevented the start of a server has ended.
@@ -274,17 +275,22 @@ fn busy(id: &str) -> String {
     format!("control daemon {id} has too many requests to carry out; ask again later")
 }
 
-fn order(plan: plan::ControlDaemonPlan, settings: &Settings) -> Order<Instructions> {
+fn order(plan: plan::ControlDaemonPlan) -> Order<plan::ControlDaemonPlan> {
     Order {
         id: plan.id.clone(),
         gpus: plan.gpus.iter().map(|gpu| gpu.uuid.clone()).collect(),
-        sets_modes: settings.supervision.set_compute_mode,
-        payload: Instructions { plan, supervision: settings.supervision.clone() },
+        sets_modes: plan.supervision.set_compute_mode,
+        payload: plan,
     }
 }
 
 /// A plan for a running control daemon that is in no plan any more, from the facts that the state file has.
-fn leftover(id: &DaemonId, running: &Running, plan: &Plan) -> plan::ControlDaemonPlan {
+fn leftover(
+    id: &DaemonId,
+    running: &Running,
+    plan: &Plan,
+    supervision: &Arc<Supervision>,
+) -> plan::ControlDaemonPlan {
     let planned = |uuid: &str| plan.gpus.iter().find(|gpu| gpu.gpu.uuid() == Some(uuid));
     let gpus = running.gpus.iter().map(|uuid| ServedGpu {
         uuid: uuid.clone(),
@@ -308,5 +314,6 @@ fn leftover(id: &DaemonId, running: &Running, plan: &Plan) -> plan::ControlDaemo
         multiuser_optional: true,
         prewarm: false,
         cpus: None,
+        supervision: Arc::clone(supervision),
     }
 }

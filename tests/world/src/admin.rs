@@ -2,12 +2,12 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
-use mps_core::{Configured, Core, CoreEvent, DaemonId, Demand, Goal, MpsSwitch, Order, RunningDaemon};
+use mps_core::{Configured, Core, CoreEvent, DaemonId, Demand, Goal, MpsSwitch, Order};
 
 use super::kernel_limits::SimKernelLimits;
 use super::mps::OLD_GPU;
 use super::ways::slices_of;
-use super::{Dice, Ending, GPUS, Mode, Mood, Service, World};
+use super::{Dice, Ending, GPUS, Mode, Mood, Service, World, Written};
 
 pub(crate) fn nothing() -> Demand<u32> {
     Demand {
@@ -20,7 +20,7 @@ pub(crate) fn nothing() -> Demand<u32> {
 }
 
 /// The order for a control daemon that the state file has and the configuration does not name.
-fn left_order((id, one): (&DaemonId, &RunningDaemon)) -> Order<u32> {
+fn left_order((id, one): (&DaemonId, &Written)) -> Order<u32> {
     Order { id: id.clone(), gpus: one.gpus.clone(), sets_modes: true, payload: 0 }
 }
 
@@ -143,10 +143,12 @@ impl World {
         self.add_to_story(|| "the service starts".to_owned());
         self.read_state_file();
         let changed = self.state_file.modes.keys().cloned().collect();
+        let left =
+            self.state_file.daemons.iter().map(|(id, written)| (id.clone(), written.gpus.clone())).collect();
         let is_on = self.demand.mps == MpsSwitch::On;
         let found = self.state_file.daemons.keys().filter(|_| !is_on);
         self.service = Some(Service {
-            core: Core::new(self.state_file.daemons.clone(), changed),
+            core: Core::new(left, changed),
             driver: None,
             has_plan: false,
             next_look: None,

@@ -46,7 +46,7 @@ use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use mps_core::{
-    Act, ActOutcome, Core, CoreEvent, DaemonAct, DaemonId, Demand, Goal, ModeOutcome, Order, RunningDaemon,
+    Act, ActOutcome, Core, CoreEvent, DaemonAct, DaemonId, Demand, Goal, ModeOutcome, Order,
     programs_wait,
 };
 
@@ -124,9 +124,16 @@ struct ControlDaemon {
     is_paused: bool,
 }
 
+/// A control daemon in the state file.
+#[derive(Debug, Clone)]
+struct Written {
+    pid: u32,
+    gpus: Vec<String>,
+}
+
 #[derive(Debug, Clone, Default)]
 struct StateFile {
-    daemons: BTreeMap<DaemonId, RunningDaemon>,
+    daemons: BTreeMap<DaemonId, Written>,
     modes: BTreeMap<String, Mode>,
 }
 
@@ -393,7 +400,7 @@ impl World {
             Act::Daemon { id, order, goal, held, act } => {
                 let retiring = goal == Goal::Retire;
                 if let Some(run) = self.state_file.daemons.get(&id)
-                    && let Some(one) = self.daemons.get_mut(&run.process.pid)
+                    && let Some(one) = self.daemons.get_mut(&run.pid)
                     && act == DaemonAct::Serve
                 {
                     one.sets_modes = order.sets_modes;
@@ -442,7 +449,7 @@ impl World {
         let Some(service) = &mut self.service else { return };
         let task = service.tasks.remove(id).expect("no act is under way");
         if task.act == DaemonAct::Start
-            && let Some(pid) = written.as_ref().map(|written| written.process.pid)
+            && let Some(pid) = written.as_ref().map(|written| written.pid)
             && self.daemons.get(&pid).is_some_and(|one| one.is_paused)
         {
             self.daemons.remove(&pid);
@@ -451,6 +458,7 @@ impl World {
             service.not_ended.insert(id.clone());
         }
         let watched = service.watched.contains_key(id);
+        let written = written.map(|written| written.gpus);
         self.on(CoreEvent::Done { id: id.clone(), written, watched, outcome });
     }
 
@@ -464,7 +472,7 @@ impl World {
 
     /// The running control daemon of the service with this id, and its PID.
     fn living(&self, id: &DaemonId) -> Option<(u32, &ControlDaemon)> {
-        let pid = self.state_file.daemons.get(id)?.process.pid;
+        let pid = self.state_file.daemons.get(id)?.pid;
         Some((pid, self.daemons.get(&pid)?))
     }
 }

@@ -4,13 +4,12 @@ use std::rc::Rc;
 use std::sync::{Arc, Mutex};
 
 use mps_core::serve::{Failure, GpuReach, StartPlace, Starter, Stranger, WantedUsers, start};
-use mps_core::terms::ProcessId;
-use mps_core::{ActOutcome, Cause, CoreTime, DaemonId, Permit, RunningDaemon};
+use mps_core::{ActOutcome, Cause, CoreTime, DaemonId, Permit};
 
 use super::edge::SimShell;
 use super::mps::Mps;
 use super::serving::{failed, setting_of, wanted};
-use super::{ControlDaemon, Dice, Task, World};
+use super::{ControlDaemon, Dice, Task, World, Written};
 
 /// A request of the code that starts a control daemon. The world carries out the request before the next turn.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -160,8 +159,7 @@ impl World {
             Some(Spawning::WriteDown(gpus)) => {
                 self.add_to_story(|| format!("     control daemon {pid} is written down for {id}"));
                 mps.lock().unwrap().gpus.clone_from(&gpus);
-                let process = ProcessId { pid, start_time: u64::from(pid) };
-                self.state_file.daemons.insert(id.clone(), RunningDaemon { process, gpus: gpus.clone() });
+                self.state_file.daemons.insert(id.clone(), Written { pid, gpus: gpus.clone() });
                 let sets_modes = task.order.sets_modes;
                 self.daemons
                     .insert(pid, ControlDaemon { id: id.clone(), gpus, mps, sets_modes, is_paused: true });

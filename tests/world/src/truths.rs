@@ -127,7 +127,7 @@ impl World {
     /// with its GPUs.
     fn check_who_runs_is_written_down(&self) {
         for (pid, one) in &self.daemons {
-            let mut entries = self.state_file.daemons.values().filter(|entry| entry.process.pid == *pid);
+            let mut entries = self.state_file.daemons.values().filter(|entry| entry.pid == *pid);
             let entry = entries.next();
             assert!(
                 entry.is_some_and(|entry| entry.gpus == one.gpus),

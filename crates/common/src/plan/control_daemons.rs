@@ -2,6 +2,7 @@
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 
 use mps_core::Tenure;
 use mps_core::terms::{DIRECTORIES, DaemonId, ServedGpu, SliceId, SliceSize};
@@ -10,7 +11,7 @@ use super::PlanError;
 use super::gpu_plan::GpuPlan;
 use super::limits::{Limit, waits_for_default};
 use super::warnings::loose;
-use crate::config::{self, Isolation, LOG_BESIDE_PIPE, LOG_KEY, MultiUser, Settings, Topology};
+use crate::config::{self, Isolation, LOG_BESIDE_PIPE, LOG_KEY, MultiUser, Settings, Supervision, Topology};
 use crate::host::cpus::Cpus;
 use crate::host::driver::{self, LINKED_SOCKET, MULTI_USER};
 use crate::host::inventory::Inventory;
@@ -41,6 +42,8 @@ pub struct ControlDaemonPlan {
     pub prewarm: bool,
     /// The CPUs to which the control daemon should be bound, near its GPUs. None if the control daemon should not be bound.
     pub cpus: Option<Cpus>,
+    /// The settings by which the control daemon is watched. All control daemons of a plan share them.
+    pub supervision: Arc<Supervision>,
 }
 
 /// The properties of a running control daemon that can't be changed while it runs.
@@ -170,8 +173,9 @@ pub(super) fn control_daemons(
         (0..gpu.0.slices()).map(move |ordinal| (std::slice::from_ref(gpu), slice(gpu.0, ordinal)))
     });
     let all = of_gpus.chain(of_slices);
-    let control_daemons: Vec<ControlDaemonPlan> =
-        all.filter_map(|(gpus, slice)| control_daemon(gpus, slice, settings, inventory)).collect();
+    let supervision = Arc::new(settings.supervision.clone());
+    let planned = |(gpus, slice)| control_daemon(gpus, slice, settings, inventory, &supervision);
+    let control_daemons: Vec<ControlDaemonPlan> = all.filter_map(planned).collect();
     for gpu in gpus {
         // The slices of a GPU that can't be served now already get the directories that they will have when it is served.
         let pipe_directory = gpu.slice_pipe_directory(0);
@@ -211,6 +215,7 @@ fn control_daemon(
     slice: Option<(SliceId, PathBuf)>,
     settings: &Settings,
     inventory: &Inventory,
+    supervision: &Arc<Supervision>,
 ) -> Option<ControlDaemonPlan> {
     let (first, NvmlFacts { uuid, .. }) = gpus.first()?;
     let only = slice.as_ref().map(|(slice, _)| *slice);
@@ -265,6 +270,7 @@ fn control_daemon(
         cpus: Cpus::union(gpus.iter().map(|(gpu, _)| gpu.cpus)).and_then(|cpus| inventory.if_not_all(cpus)),
         private_directory,
         slice_directories,
+        supervision: Arc::clone(supervision),
     })
 }
 
@@ -377,6 +383,7 @@ mod tests {
                 multiuser_optional: true,
                 prewarm: true,
                 cpus: None,
+                supervision: Arc::default(),
             }
         };
         let (half, quarter, eighth) = ((8000, 50), (4000, 25), (2000, 12));

@@ -1,6 +1,7 @@
 //! Hosts and settings for the tests of the planner, and the tests of a plan as a whole.
 
 use std::num::NonZeroU32;
+use std::sync::Arc;
 
 use mps_core::terms::{DaemonId, ServedGpu, SliceSize};
 
@@ -202,6 +203,7 @@ fn the_p40_of_the_platforms_documentation() {
             multiuser_optional: false,
             prewarm: false,
             cpus: None,
+            supervision: Arc::default(),
         }],
         nothing: String::new(),
     };
