@@ -5,7 +5,6 @@ use std::sync::Arc;
 
 use crate::supervisor::bypass;
 use crate::supervisor::{GpuStatus, Status};
-use common::bindings::SliceBindings;
 use common::config::{Isolation, MayTerminate, Settings};
 use common::counted::counted;
 use common::drained::Drained;
@@ -17,7 +16,7 @@ use common::published::snapshot::{BoundSlice, GpuView, Snapshot, State};
 use common::published::usage::InUse;
 use common::published::usage::{GpuUse, SliceUse};
 use mps_core::HeldGpus;
-use mps_core::bindings::Binding;
+use mps_core::bindings::{Binding, Bindings};
 use mps_core::links::Way;
 use mps_core::terms::SliceId;
 
@@ -46,7 +45,7 @@ pub(crate) struct Parts<'a> {
     /// The slices that an administrator has drained: they take no new clients.
     pub drained: &'a Drained,
     /// The control groups that are bound to slices.
-    pub bindings: &'a Arc<SliceBindings>,
+    pub bindings: &'a Arc<Bindings>,
     /// The GPUs that need a reset, by name, each with the critical error that is the reason.
     pub to_reset: &'a BTreeMap<String, String>,
     /// The slices whose memory limit the kernel should enforce for a control group. Ok: the kernel enforces the
@@ -269,15 +268,15 @@ fn drained(plan: &GpuPlan, drained: &Drained) -> BTreeSet<u32> {
 }
 
 /// The names of the bindings of each slice that is bound.
-fn bound(plan: &GpuPlan, bindings: &SliceBindings) -> BTreeMap<u32, BoundSlice> {
-    let mut all: BTreeMap<u32, Vec<&Binding<SliceId>>> = BTreeMap::new();
+fn bound(plan: &GpuPlan, bindings: &Bindings) -> BTreeMap<u32, BoundSlice> {
+    let mut all: BTreeMap<u32, Vec<&Binding>> = BTreeMap::new();
     for one in bindings.iter() {
         let is_of_gpu = |slice: &&SliceId| slice.gpu == plan.gpu.id() && slice.ordinal < plan.slices();
         for slice in one.slices.iter().filter(is_of_gpu) {
             all.entry(slice.ordinal).or_default().push(one);
         }
     }
-    let shown = |bindings: Vec<&Binding<SliceId>>| BoundSlice {
+    let shown = |bindings: Vec<&Binding>| BoundSlice {
         by: first_of(&bindings.iter().map(|one| one.name()).collect::<Vec<_>>()),
         groups: bindings.iter().take(NAMES).map(|one| one.group.path.clone()).collect(),
     };

@@ -5,14 +5,14 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use mps_core::access::Asker;
-use mps_core::bindings::{Binding, BoundBy, ControlGroup, GroupUse, NotBound};
+use mps_core::bindings::{Binding, Bindings, BoundBy, ControlGroup, GroupUse, NotBound};
 use mps_core::register::RecordedContainer;
 use mps_core::terms::{DeviceName, SliceId};
 use tokio::time::Instant;
 
 use super::Daemon;
 use crate::dbus::{Reply, WantedBinding, WantedSlices};
-use common::bindings::{SliceBindings, bytes_of};
+use common::bindings::bytes_of;
 use common::bus::error::RequestError;
 use common::bus::proxy::GroupOf;
 use common::host::{control_groups, proc};
@@ -38,7 +38,7 @@ impl Daemon {
 
     fn bound(&mut self, wanted: &WantedBinding) -> Result<Vec<String>, RequestError> {
         let group = find(&wanted.group)?;
-        let mut bindings = SliceBindings::clone(self.state_file.lock().bindings());
+        let mut bindings = Bindings::clone(self.state_file.lock().bindings());
         let (ended, slices) = {
             let snapshot = self.snapshot.borrow();
             let named: Vec<DeviceName> = match &wanted.slices {
@@ -84,7 +84,7 @@ impl Daemon {
     ) -> Result<(), RequestError> {
         let RecordedContainer { group, label, devices: _ } = container;
         let group = find(&GroupOf::Path(group))?;
-        let mut bindings = SliceBindings::clone(self.state_file.lock().bindings());
+        let mut bindings = Bindings::clone(self.state_file.lock().bindings());
         let ended = make_way(&mut bindings, &group, &[device]);
         let slice = {
             let snapshot = self.snapshot.borrow();
@@ -119,7 +119,7 @@ impl Daemon {
 
     fn unbound(&mut self, group: &GroupOf) -> Result<(), RequestError> {
         let path = path_of(group)?;
-        let mut bindings = SliceBindings::clone(self.state_file.lock().bindings());
+        let mut bindings = Bindings::clone(self.state_file.lock().bindings());
         match bindings.unbind(&path) {
             Some(ended) => self.change_bindings(bindings, &said(&ended, "not bound any more")),
             None => Err(RequestError::Failed(format!("control group {path} is not bound"))),
@@ -130,7 +130,7 @@ impl Daemon {
     /// the service repeats this check while there are bindings.
     pub(super) fn end_bindings(&mut self) {
         let before = Arc::clone(self.state_file.lock().bindings());
-        let mut bindings = SliceBindings::clone(&before);
+        let mut bindings = Bindings::clone(&before);
         let ended = bindings.end(now(), control_groups::use_of);
         self.next_look_at_groups = before.iter().next().map(|_| Instant::now() + LOOK_PERIOD);
         if *before == bindings {
@@ -150,7 +150,7 @@ impl Daemon {
         }
     }
 
-    fn change_bindings(&mut self, bindings: SliceBindings, change: &str) -> Result<(), RequestError> {
+    fn change_bindings(&mut self, bindings: Bindings, change: &str) -> Result<(), RequestError> {
         let before = Arc::clone(self.state_file.lock().bindings());
         if *before == bindings {
             return Ok(());
@@ -178,29 +178,25 @@ fn now() -> u64 {
 
 /// Ends bindings that prevent the binding of `group` to a wanted slice, if no process uses their control groups any
 /// more.
-fn make_way(
-    bindings: &mut SliceBindings,
-    group: &ControlGroup,
-    wanted: &[DeviceName],
-) -> Vec<Arc<Binding<SliceId>>> {
+fn make_way(bindings: &mut Bindings, group: &ControlGroup, wanted: &[DeviceName]) -> Vec<Arc<Binding>> {
     let is_wanted = |slice: &SliceId| {
         wanted.contains(&DeviceName::Slice(*slice)) || wanted.contains(&DeviceName::Gpu(slice.gpu))
     };
     bindings.make_way(&group.path, is_wanted, now(), control_groups::use_of)
 }
 
-fn new_binding(group: ControlGroup, slices: Vec<SliceId>, by: BoundBy, label: String) -> Binding<SliceId> {
+fn new_binding(group: ControlGroup, slices: Vec<SliceId>, by: BoundBy, label: String) -> Binding {
     let was_used = control_groups::use_of(&group) == GroupUse::Used;
     Binding { group, slices: slices.into_iter().collect(), by, label, since: now(), was_used }
 }
 
-fn tell_ended(ended: &[Arc<Binding<SliceId>>]) {
+fn tell_ended(ended: &[Arc<Binding>]) {
     for one in ended {
         tracing::debug!("{}", said(one, "not bound any more, since the control group has ended"));
     }
 }
 
-fn said(binding: &Binding<SliceId>, what: &str) -> String {
+fn said(binding: &Binding, what: &str) -> String {
     let names: Vec<String> = binding.slices.iter().map(ToString::to_string).collect();
     format!("{}: {} {what}", binding.name(), names.join(", "))
 }
@@ -237,7 +233,7 @@ fn find(group: &GroupOf) -> Result<ControlGroup, RequestError> {
 fn slices(
     snapshot: &Snapshot,
     wanted: &WantedSlices,
-    bindings: &SliceBindings,
+    bindings: &Bindings,
     asker: Asker<'_>,
 ) -> Result<Vec<SliceId>, RequestError> {
     let chosen = match wanted {
@@ -247,7 +243,7 @@ fn slices(
     Ok(chosen.iter().map(ChosenSlice::slice).collect())
 }
 
-fn refused(error: &NotBound<SliceId>) -> RequestError {
+fn refused(error: &NotBound) -> RequestError {
     let text = error.to_string();
     match error {
         NotBound::Taken { .. } => {

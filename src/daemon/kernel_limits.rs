@@ -6,10 +6,10 @@ use std::sync::Arc;
 
 use super::{Daemon, Ending};
 use crate::tenants::kernel_limit_keeper::{KernelLimitKeeper, LimitGoals};
-use common::bindings::SliceBindings;
 use common::config::MemoryLimit;
 use common::plan::Plan;
 use mps_core::GpuUuid;
+use mps_core::bindings::Bindings;
 use mps_core::kernel_limits::{GroupLimits, LimitGoal, LimitOutcome, limited_to, limits, limits_around};
 use mps_core::terms::SliceId;
 
@@ -26,7 +26,7 @@ impl Daemon {
 
     /// Has the kernel enforce the limits that a change of the bindings needs. A host may have thousands of bindings, and for a
     /// new binding only the limits of this binding are computed.
-    pub(super) fn keep_kernel_limits_since(&self, before: &SliceBindings, plan: &Plan) {
+    pub(super) fn keep_kernel_limits_since(&self, before: &Bindings, plan: &Plan) {
         let bindings = Arc::clone(self.state_file.lock().bindings());
         match bindings.added_to(before) {
             Some(added) if self.ending != Some(Ending::ForGood) => {
@@ -38,7 +38,7 @@ impl Daemon {
         }
     }
 
-    fn goals(&self, wanted: GroupLimits<SliceId, GpuUuid>) -> LimitGoals {
+    fn goals(&self, wanted: GroupLimits) -> LimitGoals {
         let goals = wanted.into_iter().map(|(place, limit)| (place, limit.mib));
         match self.settings.memory_limit {
             MemoryLimit::Auto => goals.map(|(place, mib)| (place, LimitGoal::Hold(mib))).collect(),
@@ -59,7 +59,7 @@ impl Daemon {
 }
 
 /// The limits of all control groups that are bound to slices of this plan.
-fn group_limits(plan: &Plan, bindings: &SliceBindings) -> GroupLimits<SliceId, GpuUuid> {
+fn group_limits(plan: &Plan, bindings: &Bindings) -> GroupLimits {
     limits(bindings, |slice| memory_of(plan, slice))
 }
 
@@ -74,7 +74,7 @@ fn memory_of(plan: &Plan, slice: &SliceId) -> Option<(GpuUuid, u64)> {
 /// limit. Err: the reason why the kernel does not.
 pub(super) fn kernel_limits(
     plan: &Plan,
-    bindings: &SliceBindings,
+    bindings: &Bindings,
     keeper: &KernelLimitKeeper,
 ) -> BTreeMap<SliceId, Result<(), String>> {
     let outcomes = keeper.outcomes();

@@ -13,7 +13,6 @@ use common::host::blocking::Blocking;
 use common::host::compute_mode::ComputeMode;
 use common::host::nvml::Driver;
 use common::problem::Problem;
-use mps_core::GpuUuid;
 use mps_core::kernel_limits::{LimitGoal, LimitOutcome, LimitedGroup};
 use mps_core::serve::ClientsOnGpus;
 
@@ -118,11 +117,7 @@ impl NvmlWorker {
     }
 
     /// Sets or removes a memory limit that the kernel enforces for a control group.
-    pub(crate) async fn pursue_memory_limit(
-        &self,
-        place: &LimitedGroup<GpuUuid>,
-        goal: &LimitGoal,
-    ) -> LimitOutcome {
+    pub(crate) async fn pursue_memory_limit(&self, place: &LimitedGroup, goal: &LimitGoal) -> LimitOutcome {
         let (group, goal) = (place.group.clone(), goal.clone());
         let asked = move |driver: &Driver, uuid: &str| Ok(driver.pursue_memory_limit(uuid, &group, &goal));
         self.change(&place.gpu, asked).await.unwrap_or_else(|problem| LimitOutcome::Refused(problem.into()))

@@ -12,10 +12,11 @@ use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
+use mps_core::bindings::Bindings;
 use mps_core::terms::{DaemonId, GpuId};
 
 use crate::supervisor::runtime_directory::RuntimeDirectory;
-use common::bindings::{SliceBindings, WrittenBindings};
+use common::bindings::WrittenBindings;
 use common::drained::{ClosedDevices, Drained};
 use common::host::compute_mode::ComputeMode;
 use common::whole_file;
@@ -187,12 +188,12 @@ impl StateFile {
     }
 
     /// Records the slices to which control groups are bound.
-    pub(crate) fn set_bindings(&mut self, bindings: SliceBindings) -> io::Result<()> {
+    pub(crate) fn set_bindings(&mut self, bindings: Bindings) -> io::Result<()> {
         self.change(|contents| contents.bindings = Arc::new(bindings))
     }
 
     /// The slices to which control groups are bound.
-    pub(crate) fn bindings(&self) -> &Arc<SliceBindings> {
+    pub(crate) fn bindings(&self) -> &Arc<Bindings> {
         &self.contents.bindings
     }
 
@@ -312,7 +313,7 @@ mod tests {
             let (slices, label) = ([slice].into(), "x".repeat(384));
             Binding { group, slices, by: BoundBy::Root, label, since: u64::MAX, was_used: false }
         };
-        let mut bindings: SliceBindings = (0..4095).map(binding).collect();
+        let mut bindings: Bindings = (0..4095).map(binding).collect();
         bindings.bind(binding(4095), true, bytes_of).unwrap();
         state_file.set_bindings(bindings.clone()).unwrap();
         let long = format!("/{}", "d".repeat(4094));
@@ -334,22 +335,22 @@ mod tests {
         let directory = tempfile::tempdir().unwrap();
         let mut state_file = open(&directory);
         let gpu = "00:06.0".parse().unwrap();
-        let bind = |bindings: &mut SliceBindings, path: &str, ordinal| {
+        let bind = |bindings: &mut Bindings, path: &str, ordinal| {
             let group = ControlGroup { path: path.to_owned(), inode: 1 };
             let (slices, label) = ([SliceId { gpu, ordinal }].into(), "\"}".to_owned());
             let binding = Binding { group, slices, by: BoundBy::Root, label, since: 0, was_used: false };
             bindings.bind(binding, true, bytes_of).unwrap();
         };
-        let changes: [&dyn Fn(&mut SliceBindings); 7] = [
+        let changes: [&dyn Fn(&mut Bindings); 7] = [
             &|all| bind(all, "/a", 0),
             &|all| bind(all, "/b", 1),
             &|all| bind(all, "/a", 1),
             &|all| bind(all, "/c", 0),
             &|all| _ = all.unbind("/b"),
             &|all| _ = all.end(0, |_| GroupUse::Used),
-            &|all| *all = SliceBindings::default(),
+            &|all| *all = Bindings::default(),
         ];
-        let mut bindings = SliceBindings::default();
+        let mut bindings = Bindings::default();
         for change in changes {
             change(&mut bindings);
             state_file.set_bindings(bindings.clone()).unwrap();

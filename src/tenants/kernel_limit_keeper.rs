@@ -10,17 +10,16 @@ use tokio::time::{Instant, sleep_until, timeout};
 
 use super::budgets::LoopEvent;
 use crate::supervisor::nvml_worker::NvmlWorker;
-use mps_core::GpuUuid;
 use mps_core::kernel_limits::{KernelLimits, LimitGoal, LimitOutcome, LimitedGroup};
 
 /// The longest time that a caller of the D-Bus method Bind waits until the kernel enforces the memory limit. NVML
 /// answers within a millisecond.
 const PATIENCE: Duration = Duration::from_secs(3);
 
-pub(crate) type LimitGoals = BTreeMap<LimitedGroup<GpuUuid>, LimitGoal>;
+pub(crate) type LimitGoals = BTreeMap<LimitedGroup, LimitGoal>;
 
 /// The outcome for each limit that the kernel should enforce.
-pub(crate) type LimitOutcomes = BTreeMap<LimitedGroup<GpuUuid>, LimitOutcome>;
+pub(crate) type LimitOutcomes = BTreeMap<LimitedGroup, LimitOutcome>;
 
 /// Has a task that makes the kernel enforce memory limits. The task ends when the [`KernelLimitKeeper`] is dropped.
 #[derive(Debug)]
@@ -81,7 +80,7 @@ struct Acts {
     changed: Arc<Notify>,
     events: mpsc::Sender<LoopEvent>,
     begun: Instant,
-    limits: KernelLimits<GpuUuid>,
+    limits: KernelLimits,
     tried: watch::Sender<(u64, LimitOutcomes)>,
 }
 
@@ -115,7 +114,7 @@ impl Acts {
         }
     }
 
-    async fn act(&mut self, place: &LimitedGroup<GpuUuid>, goal: &LimitGoal) {
+    async fn act(&mut self, place: &LimitedGroup, goal: &LimitGoal) {
         let outcome = self.nvml.pursue_memory_limit(place, goal).await;
         if self.limits.has_acted(place, goal, outcome.clone(), self.begun.elapsed()) {
             self.tell(place, goal, outcome).await;
@@ -127,7 +126,7 @@ impl Acts {
         });
     }
 
-    async fn tell(&self, place: &LimitedGroup<GpuUuid>, goal: &LimitGoal, outcome: LimitOutcome) {
+    async fn tell(&self, place: &LimitedGroup, goal: &LimitGoal, outcome: LimitOutcome) {
         let (uuid, path) = (&place.gpu, &place.group.path);
         match (outcome, goal) {
             (LimitOutcome::Refused(reason), LimitGoal::Hold(_)) => tracing::info!(

@@ -5,12 +5,9 @@ use std::mem;
 use std::sync::Arc;
 
 pub use mps_core::bindings::pod_of;
-use mps_core::bindings::{self, Binding, BoundBy, ControlGroup};
-use mps_core::terms::{DeviceName, SliceId};
+use mps_core::bindings::{Binding, Bindings, BoundBy, ControlGroup};
+use mps_core::terms::DeviceName;
 use serde::{Deserialize, Deserializer, Serialize};
-
-/// The bindings of the host's control groups to slices.
-pub type SliceBindings = bindings::Bindings<SliceId>;
 
 /// A binding as an entry of the state file. The entry borrows its texts, so that writing copies nothing.
 #[derive(Serialize, Deserialize)]
@@ -29,13 +26,13 @@ struct BindingEntry<'a> {
 }
 
 /// The bytes that a binding needs in the state file, with the comma before the next entry.
-pub fn bytes_of(binding: &Binding<SliceId>) -> usize {
+pub fn bytes_of(binding: &Binding) -> usize {
     // Serializing can't fail: the entry has only texts and numbers.
     serde_json::to_string(&BindingEntry::from(binding)).map_or(usize::MAX, |entry| entry.len() + ",".len())
 }
 
-impl<'a> From<&'a Binding<SliceId>> for BindingEntry<'a> {
-    fn from(binding: &'a Binding<SliceId>) -> Self {
+impl<'a> From<&'a Binding> for BindingEntry<'a> {
+    fn from(binding: &'a Binding) -> Self {
         Self {
             control_group: Cow::Borrowed(&binding.group.path),
             inode: binding.group.inode,
@@ -48,7 +45,7 @@ impl<'a> From<&'a Binding<SliceId>> for BindingEntry<'a> {
     }
 }
 
-impl From<BindingEntry<'_>> for Binding<SliceId> {
+impl From<BindingEntry<'_>> for Binding {
     fn from(entry: BindingEntry<'_>) -> Self {
         // A slice whose name can't be parsed is left out: this host has no such slice.
         let slice = |name: &String| match name.parse() {
@@ -70,13 +67,13 @@ impl From<BindingEntry<'_>> for Binding<SliceId> {
 /// so only the new entry is serialized.
 #[derive(Debug, Default)]
 pub struct WrittenBindings {
-    bindings: Arc<SliceBindings>,
+    bindings: Arc<Bindings>,
     entries: String,
 }
 
 impl WrittenBindings {
     /// The entries of `bindings` as JSON text, separated by commas.
-    pub fn entries(&mut self, bindings: &Arc<SliceBindings>) -> serde_json::Result<&str> {
+    pub fn entries(&mut self, bindings: &Arc<Bindings>) -> serde_json::Result<&str> {
         let before = mem::take(self);
         let (mut entries, more) = match bindings.added_to(&before.bindings) {
             Some(added) => (before.entries, added.collect::<Vec<_>>()),
@@ -93,14 +90,14 @@ impl WrittenBindings {
     }
 }
 
-pub(crate) fn deserialize<'de, D: Deserializer<'de>>(
-    deserializer: D,
-) -> Result<Arc<SliceBindings>, D::Error> {
+pub(crate) fn deserialize<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Arc<Bindings>, D::Error> {
     Ok(Arc::new(Vec::<BindingEntry<'_>>::deserialize(deserializer)?.into_iter().map(Binding::from).collect()))
 }
 
 #[cfg(test)]
 mod tests {
+    use mps_core::terms::SliceId;
+
     use super::*;
 
     /// The largest size that a binding may have includes everything that the file has for it, with any name of the control group

@@ -6,10 +6,10 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use mps_core::bindings;
+use mps_core::bindings::Bindings;
 use mps_core::terms::{DaemonId, GpuId, ProcessId};
 use serde::{Deserialize, Serialize};
 
-use crate::bindings::SliceBindings;
 use crate::drained::Drained;
 use crate::host::regular_file::{self, Unreadable};
 use crate::problem::Problem;
@@ -92,7 +92,7 @@ pub struct Contents {
     pub to_reset: BTreeMap<String, String>,
     /// The bindings are serialized separately, since a host may have thousands of them.
     #[serde(default, skip_serializing, deserialize_with = "crate::bindings::deserialize")]
-    pub bindings: Arc<SliceBindings>,
+    pub bindings: Arc<Bindings>,
 }
 
 impl Contents {

@@ -3,6 +3,7 @@
 use alloc::string::String;
 
 use crate::bindings::{Binding, Bindings, BoundBy, ControlGroup, GroupUse};
+use crate::terms::SliceId;
 
 /// A program for which slices are asked.
 #[derive(Debug, Clone, Copy)]
@@ -19,17 +20,17 @@ pub struct Asker<'a> {
 impl Asker<'_> {
     /// The binding of another control group that excludes the program from a slice. `now` is in seconds since the host was
     /// started.
-    pub fn kept_out_by<'b, S: Ord + Clone>(
+    pub fn kept_out_by<'b>(
         &self,
-        slice: &S,
-        bindings: &'b Bindings<S>,
+        slice: &SliceId,
+        bindings: &'b Bindings,
         now: u64,
         use_of: impl Fn(&ControlGroup) -> GroupUse,
-    ) -> Option<&'b Binding<S>> {
+    ) -> Option<&'b Binding> {
         if self.shares {
             return None;
         }
-        let holds = |one: &Binding<S>| !one.gives_way(use_of(&one.group), now);
+        let holds = |one: &Binding| !one.gives_way(use_of(&one.group), now);
         bindings.taken_from(slice, self.control_group, self.by, holds)
     }
 }
@@ -94,16 +95,17 @@ mod tests {
 
     #[test]
     fn a_binding_keeps_others_out_while_it_is_somebodys() {
+        let slice = |ordinal| SliceId { gpu: "00:06.0".parse().unwrap(), ordinal };
         let group = |path: &str| ControlGroup { path: path.to_string(), inode: 1 };
         let binding = Binding {
             group: group("/a"),
-            slices: BTreeSet::from([1]),
+            slices: BTreeSet::from([slice(1)]),
             by: BoundBy::Platform,
             label: String::new(),
             since: 0,
             was_used: false,
         };
-        let bindings: Bindings<i32> = [binding].into_iter().collect();
+        let bindings: Bindings = [binding].into_iter().collect();
         let platform = Asker { control_group: None, by: BoundBy::Platform, shares: false };
         for (asker, group_use, is_kept_out) in [
             (platform, GroupUse::Used, true),
@@ -114,9 +116,9 @@ mod tests {
             (Asker { by: BoundBy::Root, ..platform }, GroupUse::Used, false),
             (Asker { shares: true, ..platform }, GroupUse::Used, false),
         ] {
-            let kept_out = asker.kept_out_by(&1, &bindings, 0, |_| group_use).is_some();
+            let kept_out = asker.kept_out_by(&slice(1), &bindings, 0, |_| group_use).is_some();
             assert_eq!(kept_out, is_kept_out, "{asker:?} {group_use:?}");
-            assert!(asker.kept_out_by(&2, &bindings, 0, |_| group_use).is_none());
+            assert!(asker.kept_out_by(&slice(2), &bindings, 0, |_| group_use).is_none());
         }
     }
 

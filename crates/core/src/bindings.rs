@@ -17,6 +17,8 @@ use alloc::vec::Vec;
 use core::cmp::Ordering;
 use core::fmt;
 
+use crate::terms::SliceId;
+
 /// The seconds that a new binding waits for the first process of its control group.
 pub const FIRST_PROCESS: u64 = 60;
 
@@ -64,10 +66,10 @@ pub enum BoundBy {
 
 /// The slices of one control group.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Binding<S> {
+pub struct Binding {
     pub group: ControlGroup,
     /// The slices of the control group. The binding has at least one slice.
-    pub slices: BTreeSet<S>,
+    pub slices: BTreeSet<SliceId>,
     pub by: BoundBy,
     /// The name of the owner, for people: a guest, a container, a job. It may be empty.
     pub label: String,
@@ -78,16 +80,16 @@ pub struct Binding<S> {
 }
 
 /// The bindings of the host. A copy is cheap, since it shares the bindings: each change begins with a copy.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Bindings<S>(Vec<Arc<Binding<S>>>);
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct Bindings(Vec<Arc<Binding>>);
 
 /// The reason why a control group is not bound.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub enum NotBound<S> {
+pub enum NotBound {
     /// A slice belongs to the binding of another control group.
     Taken {
         /// The slice that the control group can't get.
-        slice: S,
+        slice: SliceId,
         /// The name of the binding that has the slice.
         by: String,
     },
@@ -97,7 +99,7 @@ pub enum NotBound<S> {
     TooLarge,
 }
 
-impl<S: fmt::Display> fmt::Display for NotBound<S> {
+impl fmt::Display for NotBound {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::Taken { slice, by } => write!(f, "{slice} is taken by {by}"),
@@ -165,22 +167,19 @@ impl ControlGroup {
     }
 }
 
-impl<S> Binding<S> {
+impl Binding {
     /// The label of the binding, or the path of its control group if the label is empty.
     pub fn name(&self) -> &str {
         if self.label.is_empty() { &self.group.path } else { &self.label }
     }
 
     /// This binding with the added slices of `before`, the present binding of the same control group.
-    fn added_to(self, before: Option<&Self>) -> Self
-    where
-        S: Ord + Clone,
-    {
+    fn added_to(self, before: Option<&Self>) -> Self {
         match before.map(|before| (before.by.cmp(&self.by), before)) {
             None | Some((Ordering::Less, _)) => self,
             Some((Ordering::Greater, stronger)) => stronger.clone(),
             Some((Ordering::Equal, before)) => Self {
-                slices: before.slices.union(&self.slices).cloned().collect(),
+                slices: before.slices.union(&self.slices).copied().collect(),
                 label: if self.label.is_empty() { before.label.clone() } else { self.label },
                 was_used: before.was_used || self.was_used,
                 ..before.clone()
@@ -205,19 +204,13 @@ impl<S> Binding<S> {
     }
 }
 
-impl<S> Default for Bindings<S> {
-    fn default() -> Self {
-        Self(Vec::new())
-    }
-}
-
-impl<S: Ord> FromIterator<Binding<S>> for Bindings<S> {
-    fn from_iter<I: IntoIterator<Item = Binding<S>>>(bindings: I) -> Self {
+impl FromIterator<Binding> for Bindings {
+    fn from_iter<I: IntoIterator<Item = Binding>>(bindings: I) -> Self {
         Self(bindings.into_iter().filter(|one| !one.slices.is_empty()).take(MOST).map(Arc::new).collect())
     }
 }
 
-impl<S: Ord + Clone> Bindings<S> {
+impl Bindings {
     /// Binds a control group. If the control group is already bound with the same authority, the slices are added to its binding,
     /// and a label that is not empty replaces the old label. A binding with more authority replaces the binding of a control
     /// group; a binding with less authority changes nothing. Without sharing, the new binding takes its slices away from bindings
@@ -228,14 +221,14 @@ impl<S: Ord + Clone> Bindings<S> {
     /// The control group is not bound, and no binding is changed.
     pub fn bind(
         &mut self,
-        wanted: Binding<S>,
+        wanted: Binding,
         shares: bool,
-        bytes_of: impl Fn(&Binding<S>) -> usize,
-    ) -> Result<(), NotBound<S>> {
+        bytes_of: impl Fn(&Binding) -> usize,
+    ) -> Result<(), NotBound> {
         for slice in wanted.slices.iter().filter(|_| !shares) {
             let other = self.taken_from(slice, Some(&wanted.group.path), wanted.by, |_| true);
             if let Some(other) = other {
-                return Err(NotBound::Taken { slice: slice.clone(), by: other.name().into() });
+                return Err(NotBound::Taken { slice: *slice, by: other.name().into() });
             }
         }
         let before = self.iter().find(|one| one.group == wanted.group);
@@ -243,13 +236,13 @@ impl<S: Ord + Clone> Bindings<S> {
             return Err(NotBound::TooMany);
         }
         let path = wanted.group.path.clone();
-        let taken: BTreeSet<S> = if shares { BTreeSet::new() } else { wanted.slices.clone() };
+        let taken: BTreeSet<SliceId> = if shares { BTreeSet::new() } else { wanted.slices.clone() };
         let by = wanted.by;
         let binding = wanted.added_to(before);
         if bytes_of(&binding) > LARGEST {
             return Err(NotBound::TooLarge);
         }
-        let loses = |one: &Binding<S>| {
+        let loses = |one: &Binding| {
             one.by < by && !one.group.is_one_tenants(&path) && !one.slices.is_disjoint(&taken)
         };
         for one in self.0.iter_mut().filter(|one| loses(one)) {
@@ -270,11 +263,11 @@ impl<S: Ord + Clone> Bindings<S> {
     pub fn make_way(
         &mut self,
         path: &str,
-        is_wanted: impl Fn(&S) -> bool,
+        is_wanted: impl Fn(&SliceId) -> bool,
         now: u64,
         use_of: impl Fn(&ControlGroup) -> GroupUse,
-    ) -> Vec<Arc<Binding<S>>> {
-        let gives_way = |one: &mut Arc<Binding<S>>| {
+    ) -> Vec<Arc<Binding>> {
+        let gives_way = |one: &mut Arc<Binding>| {
             if one.group.is_around_or_inside(path) || !one.slices.iter().any(&is_wanted) {
                 return false;
             }
@@ -286,15 +279,15 @@ impl<S: Ord + Clone> Bindings<S> {
     }
 
     /// Ends the binding of the control group at this path, and returns it. None if this control group itself is not bound.
-    pub fn unbind(&mut self, path: &str) -> Option<Arc<Binding<S>>> {
+    pub fn unbind(&mut self, path: &str) -> Option<Arc<Binding>> {
         let at = self.0.iter().position(|one| one.group.path == path)?;
         Some(self.0.remove(at))
     }
 
     /// Ends the bindings that have no owner any more, and returns the ended bindings. `now` is in seconds since the host was
     /// started.
-    pub fn end(&mut self, now: u64, use_of: impl Fn(&ControlGroup) -> GroupUse) -> Vec<Arc<Binding<S>>> {
-        let has_ended = |one: &mut Arc<Binding<S>>| {
+    pub fn end(&mut self, now: u64, use_of: impl Fn(&ControlGroup) -> GroupUse) -> Vec<Arc<Binding>> {
+        let has_ended = |one: &mut Arc<Binding>| {
             let group_use = use_of(&one.group);
             if group_use == GroupUse::Used && !one.was_used {
                 Arc::make_mut(one).was_used = true;
@@ -308,25 +301,25 @@ impl<S: Ord + Clone> Bindings<S> {
     /// `path` is the program's control group, if it is known. `holds` returns whether a binding still has an owner.
     pub fn taken_from(
         &self,
-        slice: &S,
+        slice: &SliceId,
         path: Option<&str>,
         by: BoundBy,
-        holds: impl Fn(&Binding<S>) -> bool,
-    ) -> Option<&Binding<S>> {
-        let is_anothers = |one: &&Binding<S>| path.is_none_or(|path| !one.group.is_one_tenants(path));
+        holds: impl Fn(&Binding) -> bool,
+    ) -> Option<&Binding> {
+        let is_anothers = |one: &&Binding| path.is_none_or(|path| !one.group.is_one_tenants(path));
         self.with(slice).filter(is_anothers).find(|one| one.by >= by && holds(one))
     }
 
     /// The binding that counts for a process in the control group at this path. `is_there` returns whether a control group
     /// still exists: a control group that was made again with the same path does not have the binding.
-    pub fn nearest(&self, path: &str, is_there: impl Fn(&ControlGroup) -> bool) -> Option<&Binding<S>> {
+    pub fn nearest(&self, path: &str, is_there: impl Fn(&ControlGroup) -> bool) -> Option<&Binding> {
         let around = self.iter().filter(|one| one.group.has(path) && is_there(&one.group));
         around.max_by_key(|one| one.group.path.len())
     }
 
     /// The bindings of each slice. A shared slice has several bindings.
-    pub fn by_slice(&self) -> BTreeMap<&S, Vec<&Binding<S>>> {
-        let mut all: BTreeMap<&S, Vec<&Binding<S>>> = BTreeMap::new();
+    pub fn by_slice(&self) -> BTreeMap<&SliceId, Vec<&Binding>> {
+        let mut all: BTreeMap<&SliceId, Vec<&Binding>> = BTreeMap::new();
         for one in self.iter() {
             for slice in &one.slices {
                 all.entry(slice).or_default().push(one);
@@ -336,19 +329,19 @@ impl<S: Ord + Clone> Bindings<S> {
     }
 
     /// The bindings that have this slice. A shared slice has several bindings.
-    pub fn with(&self, slice: &S) -> impl Iterator<Item = &Binding<S>> {
+    pub fn with(&self, slice: &SliceId) -> impl Iterator<Item = &Binding> {
         self.iter().filter(move |one| one.slices.contains(slice))
     }
 
     /// The bindings that are not in `before`. None if a binding in `before` was changed or has ended.
-    pub fn added_to(&self, before: &Self) -> Option<impl Iterator<Item = &Binding<S>>> {
+    pub fn added_to(&self, before: &Self) -> Option<impl Iterator<Item = &Binding>> {
         let (old, new) = self.0.split_at_checked(before.0.len())?;
         let is_same = old.iter().zip(&before.0).all(|(one, other)| Arc::ptr_eq(one, other));
         is_same.then(|| new.iter().map(Arc::as_ref))
     }
 
     /// The bindings, oldest first.
-    pub fn iter(&self) -> impl Iterator<Item = &Binding<S>> {
+    pub fn iter(&self) -> impl Iterator<Item = &Binding> {
         self.0.iter().map(Arc::as_ref)
     }
 }

@@ -9,8 +9,9 @@ use alloc::collections::{BTreeMap, BTreeSet};
 use alloc::string::String;
 use alloc::vec::Vec;
 
-use crate::CoreTime;
 use crate::bindings::{Binding, Bindings, ControlGroup};
+use crate::terms::SliceId;
+use crate::{CoreTime, GpuUuid};
 
 /// The time between two checks of a limit that the kernel enforces.
 pub const CHECK: CoreTime = CoreTime::from_secs(60);
@@ -20,31 +21,28 @@ pub const SOON: CoreTime = CoreTime::from_secs(5);
 
 /// A control group, and a GPU on which it has a limit.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
-pub struct LimitedGroup<G> {
+pub struct LimitedGroup {
     /// The GPU on which the control group has the limit.
-    pub gpu: G,
+    pub gpu: GpuUuid,
     /// The control group that has the limit.
     pub group: ControlGroup,
 }
 
 /// The limit of a control group on a GPU: the memory that the control group may have.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct GroupLimit<S> {
+pub struct GroupLimit {
     /// The limit in MiB.
     pub mib: u64,
     /// The slices whose memory makes up the limit.
-    pub slices: BTreeSet<S>,
+    pub slices: BTreeSet<SliceId>,
 }
 
 /// The limit of each control group on each GPU.
-pub type GroupLimits<S, G> = BTreeMap<LimitedGroup<G>, GroupLimit<S>>;
+pub type GroupLimits = BTreeMap<LimitedGroup, GroupLimit>;
 
 /// The limits that follow from the bindings. `memory_of` gives the GPU of a slice that is served, and the slice's memory in
 /// MiB.
-pub fn limits<S: Ord + Clone, G: Ord + Clone>(
-    bindings: &Bindings<S>,
-    memory_of: impl Fn(&S) -> Option<(G, u64)>,
-) -> GroupLimits<S, G> {
+pub fn limits(bindings: &Bindings, memory_of: impl Fn(&SliceId) -> Option<(GpuUuid, u64)>) -> GroupLimits {
     let by_path: BTreeMap<&str, _> = bindings.iter().map(|one| (one.group.path.as_str(), one)).collect();
     let mut limits = GroupLimits::new();
     for one in bindings.iter() {
@@ -58,13 +56,13 @@ pub fn limits<S: Ord + Clone, G: Ord + Clone>(
 
 /// The limits that a binding of the control groups at these paths can change: the limits of these control groups and of their
 /// ancestors.
-pub fn limits_around<S: Ord + Clone, G: Ord + Clone>(
+pub fn limits_around(
     paths: &[&str],
-    bindings: &Bindings<S>,
-    memory_of: impl Fn(&S) -> Option<(G, u64)>,
-) -> GroupLimits<S, G> {
+    bindings: &Bindings,
+    memory_of: impl Fn(&SliceId) -> Option<(GpuUuid, u64)>,
+) -> GroupLimits {
     let around = bindings.iter().filter(|one| paths.iter().any(|path| one.group.has(path)));
-    let with_inside = |one: &Binding<S>| {
+    let with_inside = |one: &Binding| {
         let inside = bindings.iter().filter(|other| one.group.has(&other.group.path));
         limits_of(one, inside, &memory_of)
     };
@@ -72,32 +70,32 @@ pub fn limits_around<S: Ord + Clone, G: Ord + Clone>(
 }
 
 /// The limits of a bound control group on its GPUs, for its own slices and the slices of its descendants.
-fn limits_of<'b, S: Ord + Clone + 'b, G: Ord + Clone>(
-    one: &Binding<S>,
-    inside: impl Iterator<Item = &'b Binding<S>>,
-    memory_of: impl Fn(&S) -> Option<(G, u64)>,
-) -> GroupLimits<S, G> {
-    let own: BTreeSet<G> = one.slices.iter().filter_map(|slice| Some(memory_of(slice)?.0)).collect();
-    let slices: BTreeSet<&S> = inside.flat_map(|one| &one.slices).collect();
+fn limits_of<'b>(
+    one: &Binding,
+    inside: impl Iterator<Item = &'b Binding>,
+    memory_of: impl Fn(&SliceId) -> Option<(GpuUuid, u64)>,
+) -> GroupLimits {
+    let own: BTreeSet<GpuUuid> = one.slices.iter().filter_map(|slice| Some(memory_of(slice)?.0)).collect();
+    let slices: BTreeSet<&SliceId> = inside.flat_map(|one| &one.slices).collect();
     let mut limits = GroupLimits::new();
     for slice in slices {
         let Some((gpu, mib)) = memory_of(slice).filter(|(gpu, _)| own.contains(gpu)) else { continue };
         let place = LimitedGroup { gpu, group: one.group.clone() };
         let limit = limits.entry(place).or_insert_with(|| GroupLimit { mib: 0, slices: BTreeSet::new() });
         limit.mib = limit.mib.saturating_add(mib);
-        limit.slices.insert(slice.clone());
+        limit.slices.insert(*slice);
     }
     limits
 }
 
 /// The control group with exactly the memory of this slice as its limit on this GPU, so that the limit applies to all programs
 /// with this slice. None if two bindings have the slice, or if the limit covers several slices.
-pub fn limited_to<S: Ord, G: Ord + Clone>(
-    slice: &S,
-    gpu: &G,
-    by_slice: &BTreeMap<&S, Vec<&Binding<S>>>,
-    limits: &GroupLimits<S, G>,
-) -> Option<LimitedGroup<G>> {
+pub fn limited_to(
+    slice: &SliceId,
+    gpu: &GpuUuid,
+    by_slice: &BTreeMap<&SliceId, Vec<&Binding>>,
+    limits: &GroupLimits,
+) -> Option<LimitedGroup> {
     let [one] = by_slice.get(slice)?.as_slice() else { return None };
     let place = LimitedGroup { gpu: gpu.clone(), group: one.group.clone() };
     limits.get(&place).filter(|limit| limit.slices.len() == 1).map(|_| place)
@@ -127,8 +125,8 @@ pub enum LimitOutcome {
 }
 
 /// The goals for the limits that should be enforced or removed, and the outcomes so far.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub struct KernelLimits<G>(BTreeMap<LimitedGroup<G>, Pursued>);
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct KernelLimits(BTreeMap<LimitedGroup, Pursued>);
 
 /// The goal for one limit, and the outcome of the attempts so far.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -141,19 +139,13 @@ struct Pursued {
     due: CoreTime,
 }
 
-impl<G> Default for KernelLimits<G> {
-    fn default() -> Self {
-        Self(BTreeMap::new())
-    }
-}
-
-impl<G: Ord + Clone> KernelLimits<G> {
+impl KernelLimits {
     /// Sets the goals. A limit without a goal is removed. A refused limit is tried again, since a change of the goals often
     /// ends the reason for the refusal. If goals were only added, refused limits are not tried again: a host may have thousands
     /// of limits. Returns false if goals were only added, and true otherwise.
-    pub fn pursue(&mut self, goals: &BTreeMap<LimitedGroup<G>, LimitGoal>, now: CoreTime) -> bool {
+    pub fn pursue(&mut self, goals: &BTreeMap<LimitedGroup, LimitGoal>, now: CoreTime) -> bool {
         let mut known = self.0.iter().peekable();
-        let mut is_new = |goal: &(&LimitedGroup<G>, &LimitGoal)| {
+        let mut is_new = |goal: &(&LimitedGroup, &LimitGoal)| {
             known.next_if(|(place, pursued)| pursued.goal == *goal.1 && *place == goal.0).is_none()
         };
         let new: Vec<_> = goals.iter().filter(|goal| is_new(goal)).collect();
@@ -175,7 +167,7 @@ impl<G: Ord + Clone> KernelLimits<G> {
     }
 
     /// The next limit to set or remove, with its goal. None if no attempt is due.
-    pub fn next(&self, now: CoreTime) -> Option<(LimitedGroup<G>, LimitGoal)> {
+    pub fn next(&self, now: CoreTime) -> Option<(LimitedGroup, LimitGoal)> {
         let (place, pursued) = self.0.iter().find(|(_, pursued)| pursued.due <= now)?;
         Some((place.clone(), pursued.goal.clone()))
     }
@@ -189,7 +181,7 @@ impl<G: Ord + Clone> KernelLimits<G> {
     /// than the last time, or it had another limit than the service's.
     pub fn has_acted(
         &mut self,
-        place: &LimitedGroup<G>,
+        place: &LimitedGroup,
         goal: &LimitGoal,
         outcome: LimitOutcome,
         now: CoreTime,
@@ -222,12 +214,12 @@ impl<G: Ord + Clone> KernelLimits<G> {
     }
 
     /// The outcome of the last attempt for each limit that should be enforced.
-    pub fn outcomes(&self) -> impl Iterator<Item = (&LimitedGroup<G>, &LimitOutcome)> {
+    pub fn outcomes(&self) -> impl Iterator<Item = (&LimitedGroup, &LimitOutcome)> {
         self.0.iter().filter_map(|(place, pursued)| Some((place, pursued.shown()?)))
     }
 
     /// The outcome of the last attempt for one limit. None if there was no attempt, or if the limit should not be enforced.
-    pub fn outcome(&self, place: &LimitedGroup<G>) -> Option<&LimitOutcome> {
+    pub fn outcome(&self, place: &LimitedGroup) -> Option<&LimitOutcome> {
         self.0.get(place)?.shown()
     }
 }

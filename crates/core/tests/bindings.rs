@@ -12,12 +12,18 @@ use mps_core::bindings::{
     Binding, Bindings, BoundBy, ControlGroup, FIRST_PROCESS, GroupUse, LARGEST, MOST_BYTES, NotBound,
     is_named_by_root, pod_of,
 };
+use mps_core::terms::SliceId;
 use proptest::prelude::*;
 
 /// The paths of the control groups: two tenants, one control group inside the first tenant's, one whose name has the
 /// same beginning, and a pod with two containers.
 const PATHS: [&str; 6] =
     ["/a", "/a/b", "/ab", "/kubepods/burstable/p1", "/kubepods/burstable/p1/x", "/kubepods/burstable/p1/y"];
+
+/// The slice with this ordinal. All slices are on one GPU.
+fn slice(ordinal: u32) -> SliceId {
+    SliceId { gpu: "00:06.0".parse().unwrap(), ordinal }
+}
 
 #[derive(Debug, Clone)]
 enum Event {
@@ -30,7 +36,7 @@ enum Event {
     Bind {
         path: &'static str,
         by: BoundBy,
-        slices: BTreeSet<u8>,
+        slices: BTreeSet<SliceId>,
         shares: bool,
     },
     Unbind(&'static str),
@@ -43,7 +49,7 @@ enum Event {
 
 fn event() -> impl Strategy<Value = Event> {
     let path = || prop::sample::select(PATHS.to_vec());
-    let slices = prop::collection::btree_set(0_u8..3, 1..3);
+    let slices = prop::collection::btree_set((0_u32..3).prop_map(slice), 1..3);
     let by = prop::sample::select(vec![BoundBy::Platform, BoundBy::Root]);
     prop_oneof![
         3 => path().prop_map(Event::Make),
@@ -65,9 +71,9 @@ struct Host {
     groups: BTreeMap<&'static str, (u64, u32)>,
     inodes: u64,
     now: u64,
-    bindings: Bindings<u8>,
+    bindings: Bindings,
     /// The slices that a binding has shared on purpose: several control groups may have such a slice.
-    shared: BTreeSet<u8>,
+    shared: BTreeSet<SliceId>,
 }
 
 fn is_below(path: &str, above: &str) -> bool {
@@ -149,7 +155,7 @@ impl Host {
 
     /// The service binds a control group. Before the service binds a control group, it ends the bindings whose
     /// control groups have ended.
-    fn bind(&mut self, path: &'static str, by: BoundBy, slices: &BTreeSet<u8>, shares: bool) {
+    fn bind(&mut self, path: &'static str, by: BoundBy, slices: &BTreeSet<SliceId>, shares: bool) {
         let Some((inode, _)) = self.groups.get(path).copied() else { return };
         self.drop_ended();
         let group = ControlGroup { path: path.to_owned(), inode };
@@ -176,7 +182,7 @@ impl Host {
         match self.bindings.bind(wanted, shares, |_| 1) {
             Ok(()) => {
                 assert!(shares || !taken, "{slices:?} are taken, and were given");
-                let is_left = |one: &&Binding<u8>| {
+                let is_left = |one: &&Binding| {
                     let is_before =
                         pod_around(path).is_some() && pod_around(path) == pod_around(&one.group.path);
                     let is_around = is_below(&one.group.path, path) || is_below(path, &one.group.path);
@@ -247,9 +253,9 @@ proptest! {
 
 #[test]
 fn bindings_are_bounded() {
-    let binding = |number: u64| Binding {
-        group: ControlGroup { path: format!("/{number}"), inode: number },
-        slices: BTreeSet::from([number]),
+    let binding = |number: u32| Binding {
+        group: ControlGroup { path: format!("/{number}"), inode: number.into() },
+        slices: BTreeSet::from([slice(number)]),
         by: BoundBy::Root,
         label: String::new(),
         since: 0,
@@ -262,9 +268,10 @@ fn bindings_are_bounded() {
     let refused = bindings.bind(binding(5000), false, |_| 1).unwrap_err();
     assert_eq!(refused.to_string(), "there are 4096 bindings already");
     bindings.bind(binding(17), false, |_| 1).unwrap();
-    let refused =
-        bindings.bind(Binding { slices: BTreeSet::from([17]), ..binding(5000) }, false, |_| 1).unwrap_err();
-    assert_eq!(refused.to_string(), "17 is taken by /17");
+    let refused = bindings
+        .bind(Binding { slices: BTreeSet::from([slice(17)]), ..binding(5000) }, false, |_| 1)
+        .unwrap_err();
+    assert_eq!(refused.to_string(), "00:06.0-17 is taken by /17");
     assert!(bindings.unbind("/17").is_some());
     bindings.bind(binding(5000), false, |_| 1).unwrap();
 }
@@ -287,17 +294,17 @@ fn a_name_is_believed_where_root_has_made_it_and_all_above_it() {
 /// A binding for which the state file is too small is refused, and nothing is changed.
 #[test]
 fn bindings_fit_into_the_state_file() {
-    let binding = |number: u64| Binding {
-        group: ControlGroup { path: format!("/{number}"), inode: number },
-        slices: BTreeSet::from([number]),
+    let binding = |number: u32| Binding {
+        group: ControlGroup { path: format!("/{number}"), inode: number.into() },
+        slices: BTreeSet::from([slice(number)]),
         by: BoundBy::Root,
         label: String::new(),
         since: 0,
         was_used: false,
     };
     let mut bindings = Bindings::default();
-    let bytes_of = |one: &Binding<u64>| one.slices.len() * LARGEST / 2;
-    let more = |slice| Binding { slices: BTreeSet::from([slice]), ..binding(0) };
+    let bytes_of = |one: &Binding| one.slices.len() * LARGEST / 2;
+    let more = |ordinal| Binding { slices: BTreeSet::from([slice(ordinal)]), ..binding(0) };
     bindings.bind(binding(0), false, bytes_of).unwrap();
     bindings.bind(more(1), false, bytes_of).unwrap();
     let before = bindings.clone();
@@ -310,16 +317,16 @@ fn bindings_fit_into_the_state_file() {
 /// binding is reported as new.
 #[test]
 fn new_bindings_are_told_from_changes() {
-    let binding = |path: &str, slice: u64| Binding {
+    let binding = |path: &str, ordinal| Binding {
         group: ControlGroup { path: path.to_owned(), inode: 1 },
-        slices: BTreeSet::from([slice]),
+        slices: BTreeSet::from([slice(ordinal)]),
         by: BoundBy::Root,
         label: String::new(),
         since: 0,
         was_used: false,
     };
-    let before: Bindings<u64> = [binding("/a", 1), binding("/b", 2)].into_iter().collect();
-    let added = |change: &dyn Fn(&mut Bindings<u64>)| {
+    let before: Bindings = [binding("/a", 1), binding("/b", 2)].into_iter().collect();
+    let added = |change: &dyn Fn(&mut Bindings)| {
         let mut after = before.clone();
         change(&mut after);
         let added = after.added_to(&before)?.map(|one| one.group.path.clone()).collect::<Vec<_>>();
@@ -341,7 +348,7 @@ fn a_control_group_that_has_ended_gives_way() {
         [(true, 0, true), (false, FIRST_PROCESS - 1, false), (false, FIRST_PROCESS, true)]
     {
         let mut bindings = Bindings::default();
-        let slices = BTreeSet::from([1]);
+        let slices = BTreeSet::from([slice(1)]);
         let binding = Binding {
             group: group("/a"),
             slices,
@@ -354,11 +361,11 @@ fn a_control_group_that_has_ended_gives_way() {
         if was_used {
             assert_eq!(bindings.end(0, |_| GroupUse::Used), []);
         }
-        for (path, slice) in [("/b", 2), ("/a/below", 1)] {
-            assert_eq!(bindings.make_way(path, |one| *one == slice, waits, |_| GroupUse::Empty), []);
+        for (path, ordinal) in [("/b", 2), ("/a/below", 1)] {
+            assert_eq!(bindings.make_way(path, |one| one.ordinal == ordinal, waits, |_| GroupUse::Empty), []);
         }
         assert_eq!(bindings.make_way("/b", |_| true, waits, |_| GroupUse::Used), []);
-        let ended = bindings.make_way("/b", |one| *one == 1, waits, |_| GroupUse::Empty);
+        let ended = bindings.make_way("/b", |one| one.ordinal == 1, waits, |_| GroupUse::Empty);
         assert_eq!(!ended.is_empty(), gives_way, "{was_used} {waits}");
     }
 }
@@ -367,7 +374,7 @@ fn a_control_group_that_has_ended_gives_way() {
 fn the_last_label_is_the_name() {
     let with_label = |label: &str| Binding {
         group: ControlGroup { path: "/a".to_owned(), inode: 1 },
-        slices: BTreeSet::from([1]),
+        slices: BTreeSet::from([slice(1)]),
         by: BoundBy::Root,
         label: label.to_owned(),
         since: 0,
@@ -385,7 +392,7 @@ fn the_last_label_is_the_name() {
 fn a_pod_keeps_its_slice_while_its_container_is_started_again() {
     let binding = |path: &str| Binding {
         group: ControlGroup { path: path.to_owned(), inode: 1 },
-        slices: BTreeSet::from([1]),
+        slices: BTreeSet::from([slice(1)]),
         by: BoundBy::Root,
         label: "ml/train-0/main".to_owned(),
         since: 0,

@@ -6,23 +6,30 @@
 
 use std::collections::BTreeMap;
 
-use mps_core::CoreTime;
 use mps_core::bindings::{Binding, Bindings, BoundBy, ControlGroup};
 use mps_core::kernel_limits::{
     CHECK, KernelLimits, LimitGoal, LimitOutcome, LimitedGroup, SOON, limited_to, limits, limits_around,
 };
+use mps_core::terms::SliceId;
+use mps_core::{CoreTime, GpuUuid};
 
 /// A slice: the name of its GPU, and its ordinal.
 type Slice = (&'static str, u32);
+
+/// The slice as the core knows it. GPU A has the address 0a:00.0.
+fn slice((gpu, ordinal): Slice) -> SliceId {
+    let address = format!("0{}:00.0", gpu.to_lowercase());
+    SliceId { gpu: address.parse().unwrap(), ordinal }
+}
 
 fn group(path: &str) -> ControlGroup {
     ControlGroup { path: path.to_owned(), inode: 1 }
 }
 
-fn bindings(of_groups: &[(&str, &[Slice])]) -> Bindings<Slice> {
+fn bindings(of_groups: &[(&str, &[Slice])]) -> Bindings {
     let binding = |(path, slices): &(&str, &[Slice])| Binding {
         group: group(path),
-        slices: slices.iter().copied().collect(),
+        slices: slices.iter().copied().map(slice).collect(),
         by: BoundBy::Root,
         label: String::new(),
         since: 0,
@@ -33,10 +40,10 @@ fn bindings(of_groups: &[(&str, &[Slice])]) -> Bindings<Slice> {
 
 /// The GPU of a slice, and the slice's memory in MiB. A slice of GPU A has 10 MiB and as many further MiB as its
 /// ordinal says; a slice of GPU B has 1000 MiB. No other GPU is served.
-fn memory_of((gpu, ordinal): &Slice) -> Option<(&'static str, u64)> {
-    match *gpu {
-        "A" => Some(("A", 10 + u64::from(*ordinal))),
-        "B" => Some(("B", 1000)),
+fn memory_of(slice: &SliceId) -> Option<(GpuUuid, u64)> {
+    match slice.gpu.to_string().as_str() {
+        "0a:00.0" => Some(("A".to_owned(), 10 + u64::from(slice.ordinal))),
+        "0b:00.0" => Some(("B".to_owned(), 1000)),
         _ => None,
     }
 }
@@ -93,7 +100,7 @@ fn a_control_group_may_have_the_memory_of_its_slices_and_of_the_slices_inside_it
 /// refused limits, and a host may have thousands of limits.
 #[test]
 fn a_refused_limit_is_not_tried_again_for_a_new_one_beside_it() {
-    let place = |path: &str| LimitedGroup { gpu: "A", group: group(path) };
+    let place = |path: &str| LimitedGroup { gpu: "A".to_owned(), group: group(path) };
     let goals = |mib: &[(&str, u64)]| -> BTreeMap<_, _> {
         mib.iter().map(|(path, mib)| (place(path), LimitGoal::Hold(*mib))).collect()
     };
@@ -116,11 +123,11 @@ fn a_refused_limit_is_not_tried_again_for_a_new_one_beside_it() {
 
 #[test]
 fn a_slice_is_limited_where_one_control_group_has_it_and_no_other_slice() {
-    let limited = |of_groups: &[(&str, &[Slice])], slice: Slice| {
+    let limited = |of_groups: &[(&str, &[Slice])], wanted: Slice| {
         let bindings = bindings(of_groups);
-        limited_to(&slice, &slice.0, &bindings.by_slice(), &limits(&bindings, memory_of))
+        limited_to(&slice(wanted), &wanted.0.to_owned(), &bindings.by_slice(), &limits(&bindings, memory_of))
     };
-    let own = LimitedGroup { gpu: "A", group: group("/a") };
+    let own = LimitedGroup { gpu: "A".to_owned(), group: group("/a") };
     assert_eq!(limited(&[("/a", &[("A", 1), ("B", 0)])], ("A", 1)), Some(own.clone()));
     assert_eq!(limited(&[("/a", &[("A", 1)])], ("A", 2)), None, "nobody has it");
     assert_eq!(limited(&[("/a", &[("A", 1), ("A", 2)])], ("A", 1)), None, "the limit is that of both");
@@ -133,7 +140,7 @@ fn a_slice_is_limited_where_one_control_group_has_it_and_no_other_slice() {
 
 #[test]
 fn the_next_act_comes_with_the_next_goal_to_look_at() {
-    let place = |path| LimitedGroup { gpu: "A", group: group(path) };
+    let place = |path| LimitedGroup { gpu: "A".to_owned(), group: group(path) };
     let goals =
         |paths: &[&'static str]| paths.iter().map(|path| (place(path), LimitGoal::Hold(10))).collect();
     let mut limits = KernelLimits::default();

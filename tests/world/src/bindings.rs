@@ -26,25 +26,20 @@ const FORGED: &str = "/u/b";
 /// The name of the container for which the host agent's records name every GPU, but no slice.
 const RECORDED: &str = "b";
 
-/// A slice: the name of its GPU, and its ordinal.
-pub(crate) type BoundSlice = (String, u32);
-
-pub(crate) type BoundGroups = Bindings<BoundSlice>;
-
 /// The registry of bindings, and the inode of each control group.
 #[derive(Debug, Default)]
 pub(crate) struct SimBindings {
-    registry: Bindings<BoundSlice>,
+    registry: Bindings,
     inodes: [u64; GROUPS.len()],
     /// The slices for which root has bound a second control group on purpose.
-    shared: BTreeSet<BoundSlice>,
+    shared: BTreeSet<SliceId>,
     /// The control groups in which the service has seen programs since they were bound.
     were_used: BTreeSet<ControlGroup>,
 }
 
 /// The bytes that a binding takes in the state file. The state file has room for bindings with one slice; a binding
 /// with three slices would fill the file alone.
-fn bytes_of(binding: &Binding<BoundSlice>) -> usize {
+fn bytes_of(binding: &Binding) -> usize {
     binding.slices.len().pow(4) * (LARGEST / 16)
 }
 
@@ -81,28 +76,25 @@ fn owners(group: &str) -> impl Iterator<Item = Option<u32>> {
 
 /// A program as the service sees it on a GPU: with the slice to which its control group is bound, or else with the
 /// slice that the program claims, unless a control group is bound to that slice.
-pub(crate) fn seen(bindings: &Bindings<BoundSlice>, gpu: &str, program: &Program) -> Program {
-    let bound =
-        bindings.nearest(program.group, |_| true).map(|one| one.slices.iter().find(|(its, _)| its == gpu));
-    let has = |slice: &u32| bindings.with(&(gpu.to_owned(), *slice)).next().is_some();
+pub(crate) fn seen(bindings: &Bindings, gpu: &str, program: &Program) -> Program {
+    let bound = bindings
+        .nearest(program.group, |_| true)
+        .map(|one| one.slices.iter().find(|its| gpu_of(**its) == gpu));
+    let has = |slice: &u32| bindings.with(&slice_of(gpu, *slice)).next().is_some();
     let (slice, only_claims) = match bound {
-        Some(slice) => (slice.map(|(_, slice)| *slice), false),
+        Some(slice) => (slice.map(|slice| slice.ordinal), false),
         None if program.only_claims => (program.slice.filter(|slice| !has(slice)), true),
         None => (program.slice, false),
     };
     Program { slice, only_claims, ..program.clone() }
 }
 
-fn bound_slice(slice: &SliceId) -> BoundSlice {
-    (gpu_of(*slice), slice.ordinal)
-}
-
 /// The slices that the service finds for a client when a request asks for them: the slices to which the client's
 /// control group is bound, or else the slices that the client claims, unless a control group is bound to such a slice.
-pub(crate) fn known_slices(bindings: &BoundGroups, client: &SimClient) -> Option<Membership> {
+pub(crate) fn known_slices(bindings: &Bindings, client: &SimClient) -> Option<Membership> {
     if let Some(its) = bindings.nearest(client.program.group, |_| true) {
-        let slice = |(gpu, slice): &BoundSlice| DeviceName::Slice(slice_of(gpu, *slice));
-        return Some(Membership { slices: its.slices.iter().map(slice).collect(), known_by: KnownBy::Bound });
+        let slices = its.slices.iter().copied().map(DeviceName::Slice).collect();
+        return Some(Membership { slices, known_by: KnownBy::Bound });
     }
     let slice = &client.tenant.slice;
     let known_by = match client.tenant.slice_known_by {
@@ -110,23 +102,23 @@ pub(crate) fn known_slices(bindings: &BoundGroups, client: &SimClient) -> Option
         SliceKnownBy::Mount => KnownBy::Mount,
         SliceKnownBy::Environment => KnownBy::Environment,
     };
-    let counts = known_by.is_certain() || bindings.with(&bound_slice(slice)).next().is_none();
+    let counts = known_by.is_certain() || bindings.with(slice).next().is_none();
     counts.then(|| Membership { slices: vec![DeviceName::Slice(*slice)], known_by })
 }
 
 /// The binding of the control group `path` or of the nearest control group above it, computed without the code under
 /// test.
-fn nearest_in_truth<'b>(bindings: &'b BoundGroups, path: &str) -> Option<&'b Binding<BoundSlice>> {
+fn nearest_in_truth<'b>(bindings: &'b Bindings, path: &str) -> Option<&'b Binding> {
     let above = bindings.iter().filter(|one| is_in(path, &one.group.path));
     above.max_by_key(|one| one.group.path.len())
 }
 
 /// True if a client really has one of the `wanted` slices.
-pub(crate) fn has_one_of(bindings: &BoundGroups, client: &SimClient, wanted: &[SliceId]) -> bool {
+pub(crate) fn has_one_of(bindings: &Bindings, client: &SimClient, wanted: &[SliceId]) -> bool {
     let slice = &client.tenant.slice;
-    let is_anothers = || bindings.iter().any(|one| one.slices.contains(&bound_slice(slice)));
+    let is_anothers = || bindings.iter().any(|one| one.slices.contains(slice));
     match nearest_in_truth(bindings, client.program.group) {
-        Some(its) => wanted.iter().any(|slice| its.slices.contains(&bound_slice(slice))),
+        Some(its) => wanted.iter().any(|slice| its.slices.contains(slice)),
         None if client.tenant.slice_known_by == SliceKnownBy::Mount => wanted.contains(slice),
         None => wanted.contains(slice) && !is_anothers(),
     }
@@ -134,11 +126,11 @@ pub(crate) fn has_one_of(bindings: &BoundGroups, client: &SimClient, wanted: &[S
 
 impl SimBindings {
     /// The bindings whose control groups exist.
-    pub(crate) fn living(&self) -> Bindings<BoundSlice> {
+    pub(crate) fn living(&self) -> Bindings {
         self.registry.iter().filter(|one| self.group(&one.group.path) == one.group).cloned().collect()
     }
 
-    pub(crate) fn registry(&self) -> &BoundGroups {
+    pub(crate) fn registry(&self) -> &Bindings {
         &self.registry
     }
 
@@ -193,7 +185,7 @@ impl World {
     /// The promise a-binding-lasts: a binding ends only when its control group was removed, or when it is empty and its
     /// time is over, or when its programs have ended and another control group waits for the slice. `somebody_waits` is
     /// true if the service has ended the bindings since another control group waits for the slice.
-    fn check_ended(&self, ended: &[Arc<Binding<BoundSlice>>], somebody_waits: bool) {
+    fn check_ended(&self, ended: &[Arc<Binding>], somebody_waits: bool) {
         let (use_of, now) = (self.use_of(), self.now.as_secs());
         for one in ended {
             let is_its_time = match use_of(&one.group) {
@@ -215,7 +207,7 @@ impl World {
         self.bindings.were_used.extend(used);
         let ended = self.bindings.registry.end(self.now.as_secs(), self.use_of());
         self.check_ended(&ended, false);
-        let is_there = |one: &Binding<BoundSlice>| self.bindings.group(&one.group.path) == one.group;
+        let is_there = |one: &Binding| self.bindings.group(&one.group.path) == one.group;
         assert!(
             self.bindings.registry.iter().all(is_there),
             "slices-follow-bindings: a control group is gone, and bound"
@@ -226,7 +218,7 @@ impl World {
 
     /// The service ends the bindings that prevent the binding of `group` to a wanted slice, if no program uses their
     /// control groups any more.
-    fn make_way(&mut self, group: &str, is_wanted: impl Fn(&BoundSlice) -> bool) {
+    fn make_way(&mut self, group: &str, is_wanted: impl Fn(&SliceId) -> bool) {
         let ended = self.bindings.registry.make_way(group, is_wanted, self.now.as_secs(), self.use_of());
         self.check_ended(&ended, true);
     }
@@ -234,13 +226,7 @@ impl World {
     /// The service binds a control group to a slice. Returns true if the control group is bound. If the service
     /// refuses, it must leave the bindings unchanged. The promise one-answer: the other parts of the service that hand
     /// out slices give the same answer as this part.
-    pub(crate) fn bind(
-        &mut self,
-        group: &'static str,
-        slice: &BoundSlice,
-        by: BoundBy,
-        shares: bool,
-    ) -> bool {
+    pub(crate) fn bind(&mut self, group: &'static str, slice: &SliceId, by: BoundBy, shares: bool) -> bool {
         let asker = Asker { control_group: Some(group), by, shares };
         let (of_others, before) = (self.may_have(slice, asker), self.bindings.registry.clone());
         self.make_way(group, |one| !shares && one == slice);
@@ -249,7 +235,7 @@ impl World {
         let group = self.bindings.group(group);
         let was_used = self.use_of()(&group) == GroupUse::Used;
         assert!(by == BoundBy::Root || group.path != FORGED, "names-are-roots: {group:?} gets {slice:?}");
-        let slices = BTreeSet::from([slice.clone()]);
+        let slices = BTreeSet::from([*slice]);
         let binding = Binding { group, slices, by, label, since, was_used };
         let done = self.bindings.registry.bind(binding.clone(), shares, bytes_of);
         let is_taken = matches!(done, Err(NotBound::Taken { .. }));
@@ -263,7 +249,7 @@ impl World {
         }
         let is_bound = answer.is_ok() && done.is_ok();
         if is_bound {
-            self.bindings.shared.extend(binding.slices.iter().filter(|_| shares).cloned());
+            self.bindings.shared.extend(binding.slices.iter().filter(|_| shares).copied());
             self.bindings.note_use_of(&binding.group);
             self.check_bound(&binding);
             self.check_is_served(slice);
@@ -277,9 +263,9 @@ impl World {
 
     /// Checks the owner of a slice that was refused: the owner must be a control group with programs, or a control
     /// group that never had programs and whose time for a first program is not over.
-    fn check_taken(&self, slice: &BoundSlice, wanted: &Binding<BoundSlice>, shares: bool) {
+    fn check_taken(&self, slice: &SliceId, wanted: &Binding, shares: bool) {
         let (use_of, now) = (self.use_of(), self.now.as_secs());
-        let keeps = |one: &Binding<BoundSlice>| {
+        let keeps = |one: &Binding| {
             let has_programs = match use_of(&one.group) {
                 GroupUse::Gone => false,
                 GroupUse::Used | GroupUse::PodGoesOn => true,
@@ -309,7 +295,7 @@ impl World {
 
     /// The promise slices-follow-bindings: after the answer to Bind, each program of the control group has exactly
     /// the slices of the binding, no matter which slices it claims.
-    fn check_bound(&self, binding: &Binding<BoundSlice>) {
+    fn check_bound(&self, binding: &Binding) {
         let living = self.bindings.living();
         let bound = nearest_in_truth(&living, &binding.group.path).unwrap();
         assert!(bound.group == binding.group && bound.by >= binding.by);
@@ -320,7 +306,7 @@ impl World {
     pub(crate) fn check_slices_follow_bindings(&self) {
         let living = self.bindings.living();
         for gpu in GPUS {
-            let of_gpu = |slice: u32| (gpu.to_owned(), slice);
+            let of_gpu = |slice: u32| slice_of(gpu, slice);
             for program in self.programs_on(gpu) {
                 let its = nearest_in_truth(&living, program.group);
                 let is_its = |slice| its.is_none_or(|one| one.slices.contains(&of_gpu(slice)));
@@ -382,13 +368,13 @@ impl World {
         let programs = self.programs_on(gpu);
         let groups: BTreeSet<&str> =
             programs.iter().filter_map(|one| recorded_container(one.group)).collect();
-        let has_slice = |its: &Binding<BoundSlice>| its.slices.iter().any(|(of, _)| of == gpu);
+        let has_slice = |its: &Binding| its.slices.iter().any(|slice| gpu_of(*slice) == gpu);
         for group in groups.into_iter().filter(|group| is_named_by_root(owners(group))) {
             let living = self.bindings.living();
             if living.nearest(group, |_| true).is_some_and(|its| its.by == BoundBy::Root || has_slice(its)) {
                 continue;
             }
-            let mut slices = (0..u32::try_from(SLICES).unwrap()).map(|slice| (gpu.to_owned(), slice));
+            let mut slices = (0..u32::try_from(SLICES).unwrap()).map(|slice| slice_of(gpu, slice));
             let asker = Asker { control_group: Some(group), by: BoundBy::Platform, shares: false };
             if let Some(free) = slices.find(|slice| self.may_have(slice, asker).is_ok()) {
                 _ = self.bind(group, &free, BoundBy::Platform, false);

@@ -5,34 +5,31 @@ use std::sync::Arc;
 
 use mps_core::access::{self, Asker, Obstacle, Standing};
 use mps_core::bindings::BoundBy;
+use mps_core::terms::SliceId;
 use mps_core::{DaemonAct, DaemonId, Order};
 
-use super::bindings::{BoundSlice, group_of};
+use super::bindings::group_of;
 use super::mps::Setting;
 use super::serving::{only_slice, setting_of};
+use super::tenants::{gpu_of, slice_of};
 use super::ways::{all_slices, slices};
 use super::{Dice, GPUS, World};
 
-/// The name of a slice in the world.
-fn name_of((gpu, slice): &BoundSlice) -> String {
-    format!("{gpu}-{slice}")
-}
-
 impl World {
     /// The service's answer to a program that asks for a slice. All parts of the service must give the same answer.
-    pub(crate) fn may_have(&self, slice: &BoundSlice, asker: Asker<'_>) -> Result<(), Obstacle> {
+    pub(crate) fn may_have(&self, slice: &SliceId, asker: Asker<'_>) -> Result<(), Obstacle> {
         let taker = asker.kept_out_by(slice, self.bindings.registry(), self.now.as_secs(), self.use_of());
         access::may_have(Standing {
             // In the simulated world no GPU is unusable until a reset.
             unusable: None,
-            drained: self.is_drained(&name_of(slice)),
+            drained: self.is_drained(&slice.to_string()),
             taken_by: taker.map(|one| one.name().to_owned()),
             unserved: (!self.shows_as_served(slice)).then(String::new),
         })
     }
 
     /// Chooses a slice, mostly one that an order of the configuration has.
-    pub(crate) fn any_slice(&self, dice: &mut Dice) -> BoundSlice {
+    pub(crate) fn any_slice(&self, dice: &mut Dice) -> SliceId {
         let of_orders = || self.demand.orders.iter().flat_map(|order| slices(&order.id, &order.gpus));
         let all: Vec<(String, String)> = if dice.one_in(8) {
             all_slices(&GPUS.map(str::to_owned)).collect()
@@ -41,27 +38,27 @@ impl World {
         };
         let (name, gpu) =
             dice.pick(&all).cloned().unwrap_or_else(|| ("0a:00.0-0".to_owned(), "0a:00.0".to_owned()));
-        (gpu, only_slice(&DaemonId::from(name.as_str())).unwrap())
+        slice_of(&gpu, only_slice(&DaemonId::from(name.as_str())).unwrap())
     }
 
     /// The order of the configuration for the control daemon that has to serve a slice.
-    fn order_of(&self, slice: &BoundSlice) -> Option<&Order<u32>> {
+    fn order_of(&self, slice: &SliceId) -> Option<&Order<u32>> {
         let has =
-            |order: &&Order<u32>| slices(&order.id, &order.gpus).any(|(name, _)| name == name_of(slice));
+            |order: &&Order<u32>| slices(&order.id, &order.gpus).any(|(name, _)| name == slice.to_string());
         self.demand.orders.iter().find(has)
     }
 
     /// True if the service publishes that a program which comes to a slice now is served with the limits of the
     /// slice.
-    fn shows_as_served(&self, slice: &BoundSlice) -> bool {
+    fn shows_as_served(&self, slice: &SliceId) -> bool {
         let (Some(service), Some(order)) = (&self.service, self.order_of(slice)) else { return false };
         let serves =
             service.tasks.get(&order.id).is_some_and(|task| task.act == DaemonAct::Serve && !task.retiring);
         let is_missing = |id: &DaemonId| {
-            service.admissions.get(id).is_some_and(|admission| admission.is_missing(&name_of(slice)))
+            service.admissions.get(id).is_some_and(|admission| admission.is_missing(&slice.to_string()))
         };
         let is_shown = |watched: &super::serving::Watched| {
-            watched.mps.lock().unwrap().reader.shows_as_served(&slice.0, order)
+            watched.mps.lock().unwrap().reader.shows_as_served(&gpu_of(*slice), order)
         };
         service.has_plan
             && service.ending.is_none()
@@ -72,8 +69,8 @@ impl World {
 
     /// The promise one-answer: a program that was allowed to have a slice, and starts at once, reaches a control daemon
     /// with the limits of the slice, unless an event has happened that the service can't know yet.
-    pub(crate) fn check_is_served(&self, slice: &BoundSlice) {
-        let name = name_of(slice);
+    pub(crate) fn check_is_served(&self, slice: &SliceId) {
+        let name = slice.to_string();
         assert!(!self.is_drained(&name), "one-answer: {name} is drained, and given");
         let order = self.order_of(slice);
         let order = order.unwrap_or_else(|| panic!("one-answer: {name} is of no order, and given"));
@@ -85,8 +82,9 @@ impl World {
         }
         let leads = self.leads_to(&name);
         assert!(leads == Some(mps.pid), "one-answer: {name} leads to {leads:?} and not to {}", mps.pid);
-        let ordinal = mps.gpus.iter().position(|gpu| *gpu == slice.0);
-        let ordinal = ordinal.unwrap_or_else(|| panic!("one-answer: {} has no {}", mps.pid, slice.0));
+        let gpu = gpu_of(*slice);
+        let ordinal = mps.gpus.iter().position(|one| *one == gpu);
+        let ordinal = ordinal.unwrap_or_else(|| panic!("one-answer: {} has no {gpu}", mps.pid));
         let of_slice = |one: Setting| (one.percentage, one.mib[ordinal]);
         let differing = mps.differing_in(of_slice, setting_of(order, &mps.gpus), false);
         assert!(differing.is_none(), "one-answer: {name} is given, and {differing:?}");
@@ -109,7 +107,7 @@ impl World {
         }
     }
 
-    fn takes(&mut self, slice: &BoundSlice, group: &'static str, shares: bool, dice: &mut Dice) -> bool {
+    fn takes(&mut self, slice: &SliceId, group: &'static str, shares: bool, dice: &mut Dice) -> bool {
         let control_group = Some(group).filter(|_| !dice.one_in(3));
         let answer = self.may_have(slice, Asker { control_group, by: BoundBy::Platform, shares });
         self.add_to_story(|| format!("a program of {control_group:?} asks for {slice:?}: {answer:?}"));
@@ -119,11 +117,11 @@ impl World {
         answer.is_ok()
     }
 
-    fn begins(&mut self, slice: &BoundSlice, group: &'static str) {
-        let name = name_of(slice);
+    fn begins(&mut self, slice: &SliceId, group: &'static str) {
+        let name = slice.to_string();
         let Some(one) = self.leads_to(&name).and_then(|pid| self.daemons.get(&pid)) else { return };
         let mps = Arc::clone(&one.mps);
-        let came = mps.lock().unwrap().program_comes(&slice.0, slice.1, group);
+        let came = mps.lock().unwrap().program_comes(&gpu_of(*slice), slice.ordinal, group);
         self.add_to_story(|| format!("a client comes to {name}: {came:?}"));
         self.check_slices_follow_bindings();
         self.budgets_hear_of_clients();
@@ -135,7 +133,7 @@ impl World {
         let asker = Asker { control_group: None, by: BoundBy::Platform, shares: true };
         for order in &self.demand.orders {
             for (name, gpu) in slices(&order.id, &order.gpus).filter(|(name, _)| !self.is_drained(name)) {
-                let slice = (gpu, only_slice(&DaemonId::from(name.as_str())).unwrap());
+                let slice = slice_of(&gpu, only_slice(&DaemonId::from(name.as_str())).unwrap());
                 let answer = self.may_have(&slice, asker);
                 assert!(answer.is_ok(), "one-answer: {name} is served, and refused: {answer:?}");
                 self.check_is_served(&slice);

@@ -8,6 +8,7 @@ use std::sync::{Arc, Mutex, MutexGuard};
 use std::task::Poll;
 use std::time::Duration;
 
+use mps_core::bindings::Bindings;
 use mps_core::mps::ServerStatus;
 use mps_core::register::Membership;
 use mps_core::serve::ClientsOnGpus;
@@ -19,7 +20,7 @@ use mps_core::terms::SliceId;
 use mps_core::{Cause, CoreTime, Permit};
 
 use super::Dice;
-use super::bindings::{BoundGroups, known_slices};
+use super::bindings::known_slices;
 use super::clients::SimClient;
 use super::mps::{Mps, OLD_GPU};
 use super::reader::Waits;
@@ -70,7 +71,7 @@ pub(crate) struct RequestState {
     pub(crate) is_calm: bool,
     pub(crate) target: Target,
     /// The control groups that were bound when the request began.
-    pub(crate) bindings: BoundGroups,
+    pub(crate) bindings: Bindings,
     /// The number of the process that had the PID which the request names, when the request to end GPU work began.
     pub(crate) named: Option<u32>,
     /// The clients whose work the request has to end, and that were at work when the request began.
@@ -93,7 +94,7 @@ pub(crate) struct RequestState {
 
 impl RequestState {
     /// The state of a request to end GPU work that begins now, and has not found any client yet.
-    pub(crate) fn new(target: Target, now: Duration, dice: Dice, bindings: BoundGroups) -> Self {
+    pub(crate) fn new(target: Target, now: Duration, dice: Dice, bindings: Bindings) -> Self {
         Self {
             now,
             begun: now,

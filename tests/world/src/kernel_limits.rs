@@ -8,9 +8,11 @@ use mps_core::bindings::ControlGroup;
 use mps_core::kernel_limits::{
     CHECK, GroupLimits, KernelLimits, LimitGoal, LimitOutcome, LimitedGroup, limited_to, limits,
 };
+use mps_core::terms::SliceId;
 
 use super::bindings::is_in;
 use super::budgets::budgets_of;
+use super::tenants::{gpu_of, slice_of};
 use super::ways::SLICES;
 use super::{Dice, Ending, GPUS, World};
 
@@ -20,17 +22,15 @@ const OF_HOOK: u64 = 9;
 /// The time after which the service must have replaced a memory limit that another program's hook has set.
 const HOOK_LASTS: Duration = Duration::from_secs(5);
 
-type SimPlace = LimitedGroup<String>;
-
 /// The memory limits that the simulated kernel enforces, in MiB.
 #[derive(Debug, Default)]
 pub(crate) struct SimKernel {
-    limits: BTreeMap<SimPlace, u64>,
+    limits: BTreeMap<LimitedGroup, u64>,
     /// The limits that another program has changed since the service last checked them, each with the moment by which
     /// the service must have checked the limit.
-    changed: BTreeMap<SimPlace, Duration>,
+    changed: BTreeMap<LimitedGroup, Duration>,
     /// The limits in the kernel that another program, or an earlier service, has set.
-    of_others: BTreeSet<SimPlace>,
+    of_others: BTreeSet<LimitedGroup>,
     /// The GPUs on which the kernel enforces no limits, as in MIG mode.
     refuses: BTreeSet<String>,
 }
@@ -39,8 +39,8 @@ pub(crate) struct SimKernel {
 /// None until the service has set goals.
 #[derive(Debug, Default)]
 pub(crate) struct SimKernelLimits {
-    limits: Option<KernelLimits<String>>,
-    wanted: GroupLimits<(String, u32), String>,
+    limits: Option<KernelLimits>,
+    wanted: GroupLimits,
 }
 
 /// True if a configuration with this payload wants the kernel to enforce limits. A changed configuration may begin or
@@ -55,7 +55,8 @@ pub(crate) fn room_in_groups(world: &World, gpu: &str, group: &str, has: u64) ->
     let around = world.kernel.limits.iter().filter(|(place, _)| {
         place.gpu == gpu && is_in(group, &place.group.path) && world.bindings.is_there(&place.group)
     });
-    let room = |(place, mib): (&SimPlace, &u64)| mib.saturating_sub(world.used_by(place).saturating_sub(has));
+    let room =
+        |(place, mib): (&LimitedGroup, &u64)| mib.saturating_sub(world.used_by(place).saturating_sub(has));
     around.map(room).min().unwrap_or(u64::MAX)
 }
 
@@ -65,9 +66,10 @@ impl World {
         Some(order.payload)
     }
 
-    fn memory_of(&self, (gpu, slice): &(String, u32)) -> Option<(String, u64)> {
-        let budgets = budgets_of(self.payload_on(gpu)?, false).budgets;
-        Some((gpu.clone(), budgets.get(usize::try_from(*slice).ok()?)?.memory_mib))
+    fn memory_of(&self, slice: &SliceId) -> Option<(String, u64)> {
+        let gpu = gpu_of(*slice);
+        let budgets = budgets_of(self.payload_on(&gpu)?, false).budgets;
+        Some((gpu, budgets.get(usize::try_from(slice.ordinal).ok()?)?.memory_mib))
     }
 
     /// The service computes the memory limits that follow from the bindings and the configuration, as its goals for the
@@ -79,7 +81,7 @@ impl World {
             Some(Ending::ForGood) => GroupLimits::new(),
             _ => limits(self.bindings.registry(), |slice| self.memory_of(slice)),
         };
-        let goal = |(place, mib): (&SimPlace, u64)| {
+        let goal = |(place, mib): (&LimitedGroup, u64)| {
             let is_wanted = self.payload_on(&place.gpu).is_some_and(are_wanted);
             match (is_wanted, is_first) {
                 (true, _) => Some((place.clone(), LimitGoal::Hold(mib))),
@@ -94,7 +96,7 @@ impl World {
         service.kernel_limits.wanted = wanted;
     }
 
-    fn next_limit(&self) -> Option<(SimPlace, LimitGoal)> {
+    fn next_limit(&self) -> Option<(LimitedGroup, LimitGoal)> {
         self.service.as_ref()?.kernel_limits.limits.as_ref()?.next(self.now)
     }
 
@@ -107,7 +109,7 @@ impl World {
     }
 
     /// The memory that all programs in a control group use on a GPU.
-    fn used_by(&self, place: &SimPlace) -> u64 {
+    fn used_by(&self, place: &LimitedGroup) -> u64 {
         let programs = self.programs_on(&place.gpu);
         programs.iter().filter(|one| is_in(one.group, &place.group.path)).map(|one| one.mib).sum()
     }
@@ -210,14 +212,14 @@ impl World {
         let Some(service) = &self.service else { return };
         let Some(known) = &service.kernel_limits.limits else { return };
         let by_slice = self.bindings.registry().by_slice();
-        let held: BTreeSet<&SimPlace> = known
+        let held: BTreeSet<&LimitedGroup> = known
             .outcomes()
             .filter(|(_, outcome)| **outcome == LimitOutcome::Reached)
             .map(|(place, _)| place)
             .collect();
         for gpu in GPUS {
-            for slice in (0..u32::try_from(SLICES).unwrap()).map(|slice| (gpu.to_owned(), slice)) {
-                let place = limited_to(&slice, &slice.0, &by_slice, &service.kernel_limits.wanted);
+            for slice in (0..u32::try_from(SLICES).unwrap()).map(|slice| slice_of(gpu, slice)) {
+                let place = limited_to(&slice, &gpu.to_owned(), &by_slice, &service.kernel_limits.wanted);
                 let Some(place) = place.filter(|place| held.contains(place)) else { continue };
                 let may_differ = |until: &Duration| self.now <= *until || self.kernel_limits_come_on();
                 if self.kernel.changed.get(&place).is_some_and(may_differ)

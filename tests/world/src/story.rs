@@ -10,13 +10,13 @@ use std::task::{Context, Poll, Waker};
 use std::time::Duration;
 
 use mps_core::DaemonId;
+use mps_core::bindings::Bindings;
 use mps_core::mps::{Meaning, ServerStatus};
 use mps_core::serve::{Ended, Failure, GpuReach, Known, Requested, Serving, ShownState, Wanted};
 use mps_core::tenants::Target;
 use mps_core::terms::{GpuProcess, ProcessId, ServedGpu};
 
 use super::Dice;
-use super::bindings::BoundGroups;
 use super::budgets::Program;
 use super::clients::SimClient;
 pub use super::edge::SimShell;
@@ -412,7 +412,7 @@ impl Story {
     /// A caller asks the service to end GPU work. Returns the service's answer.
     pub fn ends(&self, target: Target) -> Answer {
         let (mps, gpus, now) = (Arc::clone(&self.shell.mps), Some(self.shell.gpus.clone()), self.host().now);
-        let state = RequestState::new(target.clone(), now, Dice::new(1), BoundGroups::default());
+        let state = RequestState::new(target.clone(), now, Dice::new(1), Bindings::default());
         let state = Arc::new(Mutex::new(state));
         let shell = SimEnding { state: Arc::clone(&state), daemons: vec![Reached { pid: PID, mps, gpus }] };
         let mut request = pin!(carry_out(target, shell));

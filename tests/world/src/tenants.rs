@@ -1,12 +1,13 @@
 //! The processes of tenants in the world, and requests to end the GPU work of tenants.
 
+use mps_core::bindings::Bindings;
 use mps_core::mps::ServerStatus;
 use std::collections::BTreeMap;
 
 use mps_core::tenants::{Reception, Stop, Target};
 use mps_core::terms::{DeviceName, GpuId, PciAddress, SliceId};
 
-use super::bindings::{BoundGroups, group_of, has_one_of, is_in, known_slices};
+use super::bindings::{group_of, has_one_of, is_in, known_slices};
 use super::clients::SimClient;
 use super::mps::Mps;
 use super::{Dice, GPUS, World};
@@ -110,7 +111,7 @@ impl SimClient {
         pid: u32,
         target: &Target,
         named: Option<u32>,
-        bindings: &BoundGroups,
+        bindings: &Bindings,
     ) -> bool {
         let tenant = &self.tenant;
         let is_named = |wanted: u32| wanted == pid && named.is_none_or(|named| named == tenant.process);

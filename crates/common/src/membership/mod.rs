@@ -30,14 +30,13 @@ use std::os::unix::ffi::OsStrExt;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, OnceLock};
 
-use mps_core::bindings::{Binding, BoundBy, ControlGroup};
+use mps_core::bindings::{Binding, Bindings, BoundBy, ControlGroup};
 use mps_core::register::{
     Evidence, GuestContainer, KnownBy, KnownClient, MayCommand, Membership, RecordedContainer, Tenant,
 };
 use mps_core::terms::{DIRECTORIES, DeviceName, GpuId, ProcessId, SliceId};
 use rustix::io::Errno;
 
-use crate::bindings::SliceBindings;
 use crate::host::control_groups;
 use crate::host::mounts::{self, Place};
 use crate::host::{identity, proc};
@@ -65,7 +64,7 @@ pub struct Slices {
     /// The control daemons' own directories, which contain their privileged sockets.
     own_directories: BTreeSet<PathBuf>,
     gpus: BTreeMap<String, GpuId>,
-    bindings: Arc<SliceBindings>,
+    bindings: Arc<Bindings>,
     /// The directory of the host agent's records.
     servers: Option<PathBuf>,
 }
@@ -105,7 +104,7 @@ impl Slices {
 
     /// Sets the bindings of control groups to slices.
     #[must_use]
-    pub fn bound_by(self, bindings: &Arc<SliceBindings>) -> Self {
+    pub fn bound_by(self, bindings: &Arc<Bindings>) -> Self {
         Self { bindings: Arc::clone(bindings), ..self }
     }
 
@@ -146,7 +145,7 @@ pub struct SliceMounts {
     /// The first process of each container, by the container's id. The service searches for the first processes of containers
     /// only when it needs one of them.
     first: OnceLock<BTreeMap<String, u32>>,
-    bindings: Arc<SliceBindings>,
+    bindings: Arc<Bindings>,
     records: Option<GuestRecords>,
     /// The text of the file with the names of the host's users.
     users: String,
@@ -173,7 +172,7 @@ pub struct ProcessSight {
     /// (docs/security.md).
     as_root: MayCommand,
     /// All bindings: a process can't claim a slice that is bound to another control group.
-    bindings: Arc<SliceBindings>,
+    bindings: Arc<Bindings>,
     pipe_directories: Arc<BTreeSet<PathBuf>>,
 }
 
@@ -287,7 +286,7 @@ impl SliceMounts {
         self.binding_of(pid).map(|its| its.label.clone()).filter(|label| !label.is_empty())
     }
 
-    fn binding_of(&self, pid: u32) -> Option<&Binding<SliceId>> {
+    fn binding_of(&self, pid: u32) -> Option<&Binding> {
         // Without bindings, which is most common, the kernel is not asked for the process's control group.
         self.bindings.iter().next()?;
         self.bindings.nearest(&control_groups::path_of(pid).ok()?, is_there)
@@ -400,7 +399,7 @@ fn is_there(group: &ControlGroup) -> bool {
     control_groups::find(&group.path).is_ok_and(|found| found == *group)
 }
 
-fn bound(binding: &Binding<SliceId>) -> Membership {
+fn bound(binding: &Binding) -> Membership {
     let known_by = match binding.by {
         BoundBy::Root => KnownBy::Bound,
         BoundBy::Platform => KnownBy::Platform,

@@ -1,10 +1,9 @@
 //! Decides which slices a program may have now. All parts of the service that hand out slices call the functions of this file.
 
 use mps_core::access::{self, Asker, Obstacle, Standing};
-use mps_core::bindings::BoundBy;
+use mps_core::bindings::{Bindings, BoundBy};
 use mps_core::terms::DeviceName;
 
-use crate::bindings::SliceBindings;
 use crate::host::control_groups;
 use crate::host::proc;
 use crate::published::container::{ChosenSlice, no_such_device, none_named, not_ready, refusal};
@@ -15,12 +14,7 @@ use crate::published::snapshot::{GpuView, Snapshot};
 ///
 /// # Errors
 /// The obstacle that prevents the program from having the slice.
-pub fn may_have(
-    gpu: &GpuView,
-    ordinal: u32,
-    bindings: &SliceBindings,
-    asker: Asker<'_>,
-) -> Result<(), Obstacle> {
+pub fn may_have(gpu: &GpuView, ordinal: u32, bindings: &Bindings, asker: Asker<'_>) -> Result<(), Obstacle> {
     let now = proc::uptime().unwrap_or_default().as_secs();
     let taker = asker.kept_out_by(&gpu.plan.slice(ordinal), bindings, now, control_groups::use_of);
     access::may_have(Standing {
@@ -50,7 +44,7 @@ fn unusable(gpu: &GpuView) -> Option<String> {
 pub fn choose<'s>(
     snapshot: &'s Snapshot,
     names: &[String],
-    bindings: &SliceBindings,
+    bindings: &Bindings,
     asker: Asker<'_>,
 ) -> Result<Vec<ChosenSlice<'s>>, RequestError> {
     if snapshot.gpus.is_none() {
@@ -74,7 +68,7 @@ pub fn choose<'s>(
 
 /// Finds a slice of this GPU for the program. If the program may have no slice of the GPU, the error is the obstacle that is
 /// easiest to overcome.
-fn of_gpu(gpu: &GpuView, bindings: &SliceBindings, asker: Asker<'_>) -> Result<u32, Obstacle> {
+fn of_gpu(gpu: &GpuView, bindings: &Bindings, asker: Asker<'_>) -> Result<u32, Obstacle> {
     // The caller names the GPU and not a slice, so the service looks for a slice with the weak authority `BoundBy::Platform`, and
     // takes no slice away from another control group.
     let asker = Asker { by: BoundBy::Platform, ..asker };

@@ -311,19 +311,18 @@ mod tests {
     use std::sync::Arc;
 
     use mps_core::access::Asker;
-    use mps_core::bindings::BoundBy;
 
     use super::*;
-    use crate::bindings::SliceBindings;
     use crate::problem::NamedProblem;
     use crate::published::access::choose;
     use crate::published::samples::{gpu, snapshot};
+    use mps_core::bindings::{Bindings, BoundBy};
 
     /// The settings for a program of unknown origin, on a host without bindings.
     fn container_config(snapshot: &Snapshot, names: &[&str]) -> Result<ContainerConfig, RequestError> {
         let names: Vec<String> = names.iter().map(|name| (*name).to_owned()).collect();
         let asker = Asker { control_group: None, by: BoundBy::Platform, shares: false };
-        super::container_config(snapshot, &choose(snapshot, &names, &SliceBindings::default(), asker)?)
+        super::container_config(snapshot, &choose(snapshot, &names, &Bindings::default(), asker)?)
     }
 
     fn two_gpus() -> Snapshot {

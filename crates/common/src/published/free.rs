@@ -3,9 +3,9 @@
 use std::collections::{BTreeMap, BTreeSet};
 
 use mps_core::access::{Asker, Obstacle};
+use mps_core::bindings::Bindings;
 use mps_core::terms::{DeviceName, SliceId};
 
-use crate::bindings::SliceBindings;
 use crate::counted::counted;
 use crate::published::access::may_have;
 use crate::published::client::ClientView;
@@ -74,7 +74,7 @@ pub fn candidates(
 pub fn choose<'s>(
     snapshot: &'s Snapshot,
     candidates: &[(SliceId, Option<u32>)],
-    bindings: &SliceBindings,
+    bindings: &Bindings,
     asker: Asker<'_>,
 ) -> Result<ChosenSlice<'s>, RequestError> {
     let mut easiest: Option<Obstacle> = None;

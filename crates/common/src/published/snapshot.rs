@@ -5,9 +5,9 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::path::PathBuf;
 use std::sync::Arc;
 
+use mps_core::bindings::Bindings;
 use mps_core::terms::{DeviceName, PciAddress, SliceId};
 
-use crate::bindings::SliceBindings;
 use crate::config::Isolation;
 use crate::counted::counted;
 use crate::host::compute_mode::ComputeMode;
@@ -64,7 +64,7 @@ pub struct Snapshot {
     pub gpus: Option<Vec<Arc<GpuView>>>,
     pub control_daemons: Vec<ControlDaemonView>,
     /// The bindings of control groups to slices.
-    pub bindings: Arc<SliceBindings>,
+    pub bindings: Arc<Bindings>,
     /// The last events, oldest first.
     pub events: Events,
 }
