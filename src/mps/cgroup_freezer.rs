@@ -14,7 +14,7 @@ const FREEZER: &str = "/sys/fs/cgroup/freezer";
 
 /// The version of a hierarchy of control groups. The two versions have different files for freezing.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Hierarchy {
+pub(super) enum Hierarchy {
     /// Control groups, version 2.
     Unified,
     /// The freezer of control groups, version 1.
@@ -51,32 +51,23 @@ impl Hierarchy {
     }
 }
 
-/// A control group that is set to freeze its processes.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub(super) struct FrozenGroup {
-    kind: Hierarchy,
-    group: PathBuf,
-}
-
-impl FrozenGroup {
-    /// Thaws the control group, and adds an entry to `thawed`. When the entry in `thawed` is dropped, the control group is frozen
-    /// again.
-    ///
-    /// # Errors
-    /// The kernel refuses: for example, the hierarchy is mounted read-only.
-    pub(super) fn thaw(self, thawed: &mut Vec<Thawed>) -> io::Result<()> {
-        self.kind.set(&self.group, false)?;
-        // Another program may freeze the control group repeatedly, so that the service thaws it several times. One entry in
-        // `thawed` is enough to freeze the control group again.
-        if !thawed.iter().any(|known| known.0 == self) {
-            thawed.push(Thawed(self));
-        }
-        Ok(())
+/// Thaws a control group, and adds an entry to `thawed`. When the entry in `thawed` is dropped, the control group is frozen
+/// again.
+///
+/// # Errors
+/// The kernel refuses: for example, the hierarchy is mounted read-only.
+pub(super) fn thaw(kind: Hierarchy, group: PathBuf, thawed: &mut Vec<Thawed>) -> io::Result<()> {
+    kind.set(&group, false)?;
+    // Another program may freeze the control group repeatedly, so that the service thaws it several times. One entry in
+    // `thawed` is enough to freeze the control group again.
+    if !thawed.iter().any(|known| (known.kind, &known.group) == (kind, &group)) {
+        thawed.push(Thawed { kind, group });
     }
+    Ok(())
 }
 
-/// The innermost control group that freezes this process, if there is one.
-pub(super) fn holds(pid: u32) -> Option<FrozenGroup> {
+/// The innermost control group that freezes this process, if there is one, with its hierarchy.
+pub(super) fn holds(pid: u32) -> Option<(Hierarchy, PathBuf)> {
     let own = proc::cgroups(pid).ok()?;
     own.split(|byte| *byte == b'\n').flat_map(groups).find_map(|(kind, root, group)| {
         if !kind.is_held(&group) {
@@ -84,7 +75,7 @@ pub(super) fn holds(pid: u32) -> Option<FrozenGroup> {
         }
         let around = group.ancestors().take_while(|around| around.starts_with(&root) && *around != root);
         let mut holding = around.filter(|around| kind.holds(around));
-        holding.next().map(|group| FrozenGroup { kind, group: group.to_owned() })
+        holding.next().map(|group| (kind, group.to_owned()))
     })
 }
 
@@ -109,12 +100,15 @@ fn groups(line: &[u8]) -> Vec<(Hierarchy, PathBuf, PathBuf)> {
 /// A control group of another program that the service has thawed for a while. When this value is dropped, the
 /// control group is frozen again.
 #[derive(Debug)]
-pub(super) struct Thawed(FrozenGroup);
+pub(super) struct Thawed {
+    kind: Hierarchy,
+    group: PathBuf,
+}
 
 impl Drop for Thawed {
     fn drop(&mut self) {
-        if let Err(error) = self.0.kind.set(&self.0.group, true) {
-            tracing::debug!("{group} can't be frozen again: {error}", group = self.0.group.display());
+        if let Err(error) = self.kind.set(&self.group, true) {
+            tracing::debug!("{group} can't be frozen again: {error}", group = self.group.display());
         }
     }
 }

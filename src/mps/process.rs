@@ -2,7 +2,6 @@
 //! [`super::launch`] starts them.
 
 use std::convert::Infallible;
-use std::fmt;
 use std::fs::File;
 use std::io;
 use std::os::fd::OwnedFd;
@@ -136,27 +135,6 @@ fn is_any_thread_stopped(pid: u32) -> bool {
     proc::threads(pid).iter().any(proc::Stat::is_stopped)
 }
 
-/// The step that has ended a control daemon.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Stopped {
-    /// The control daemon ended after the command `quit`.
-    Quit,
-    /// The control daemon ended after SIGTERM.
-    Terminated,
-    /// The control daemon ended after SIGKILL.
-    Killed,
-}
-
-impl fmt::Display for Stopped {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(match self {
-            Self::Quit => "quit",
-            Self::Terminated => "SIGTERM",
-            Self::Killed => "SIGKILL",
-        })
-    }
-}
-
 /// The time that the service waits for the end of a process that is probably about to end.
 const ENDING: Duration = Duration::from_millis(20);
 
@@ -186,17 +164,17 @@ pub(crate) async fn stop(
     process.ends_within(patience).await
 }
 
-/// Ends a control daemon with its clients: with SIGTERM, then with SIGKILL. Before this call, the
-/// caller reports the clients that will lose their work.
-pub(crate) async fn end_by_signal(process: &mut Process, may_end: Permit) -> io::Result<Stopped> {
+/// Ends a control daemon with its clients: with SIGTERM, then with SIGKILL. Returns the name of the
+/// last signal. Before this call, the caller reports the clients that will lose their work.
+pub(crate) async fn end_by_signal(process: &mut Process, may_end: Permit) -> io::Result<&'static str> {
     tell_cause("is sent SIGTERM", process, may_end);
     process.signal(Signal::TERM)?;
     if process.ends_within(TERMINATE_TIMEOUT).await {
-        return Ok(Stopped::Terminated);
+        return Ok("SIGTERM");
     }
     process.signal(Signal::KILL)?;
     process.exited().await;
-    Ok(Stopped::Killed)
+    Ok("SIGKILL")
 }
 
 fn tell_cause(step: &str, process: &Process, may_end: Permit) {
@@ -323,8 +301,8 @@ impl GoingOn {
         if stopped {
             self.held.0.signal(Signal::CONT)?;
         }
-        if let Some(frozen) = frozen {
-            frozen.thaw(&mut self.thawed)?;
+        if let Some((kind, group)) = frozen {
+            cgroup_freezer::thaw(kind, group, &mut self.thawed)?;
         }
         Ok(held)
     }

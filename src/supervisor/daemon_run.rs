@@ -1,7 +1,6 @@
 //! One run of a control daemon, from its start or take-over to its end: its process, its log, and its messages.
 
 use std::collections::VecDeque;
-use std::io;
 use std::os::unix::process::ExitStatusExt;
 use std::process::ExitStatus;
 use std::sync::Arc;
@@ -9,7 +8,6 @@ use std::sync::Arc;
 use mps_core::mps::Meaning;
 use mps_core::tenants::first_named;
 use tokio::task::JoinSet;
-use tokio::time::{Instant, sleep_until};
 
 use crate::message::{Message, Subject};
 use crate::mps::control::Control;
@@ -38,19 +36,6 @@ const LAST_WORDS: usize = 3;
 const DOUBT: &str = "the log can't tell which of these clients caused the error: its line \"Client {PID: \
                      ...} encountered a fatal GPU error\" names a client that was hit, not a client that \
                      caused the error";
-
-/// The next event in the run of a control daemon.
-#[derive(Debug)]
-pub(super) enum Happening {
-    /// The control daemon or a server writes a line to the log, or the log can't be read.
-    Line(io::Result<Line>),
-    /// The control daemon ends.
-    Ended(Option<ExitStatus>),
-    /// A server of the control daemon ends; the value is its PID.
-    ServerEnded(u32),
-    /// No event comes before the deadline.
-    Nothing,
-}
 
 /// One run of a control daemon, from its start or take-over to its end, except for the facts on which the core's
 /// decisions depend.
@@ -94,18 +79,6 @@ impl DaemonRun {
             log_trouble: None,
             last_words: VecDeque::new(),
             server_ends: JoinSet::new(),
-        }
-    }
-
-    /// Waits for the next event, at most until `deadline`. Lines of the log come before the end of the control
-    /// daemon, since they explain the end.
-    pub(super) async fn next(&mut self, deadline: Instant) -> Happening {
-        tokio::select! {
-            biased;
-            line = self.log.next() => Happening::Line(line),
-            status = self.process.exited() => Happening::Ended(status),
-            Some(Ok(server)) = self.server_ends.join_next() => Happening::ServerEnded(server),
-            () = sleep_until(deadline) => Happening::Nothing,
         }
     }
 

@@ -66,13 +66,8 @@ const LINES: RateLimit = RateLimit::new(500, 500, Duration::from_secs(10));
 /// The time between two searches for programs without MPS on a GPU whose compute mode does not refuse them.
 const GUARD_PERIOD: Duration = Duration::from_secs(2);
 
-/// A request to a supervisor. A supervisor gets requests in addition to the acts that the core orders.
-#[derive(Debug)]
-struct SupervisorCommand {
-    request: Requested,
-    /// The channel for the answer to the request. None if the request has no answer.
-    reply: Option<oneshot::Sender<Result<(), Problem>>>,
-}
+/// The channel for the answer to a request. A supervisor gets requests in addition to the acts that the core orders.
+type Answer = oneshot::Sender<Result<(), Problem>>;
 
 /// A signal of the service on D-Bus.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -133,45 +128,6 @@ struct Failing {
     before: String,
 }
 
-/// An act that the core has ordered, with the plan in the order.
-#[derive(Debug)]
-struct Assignment {
-    plan: ControlDaemonPlan,
-    goal: Goal,
-    held: HeldGpus,
-    act: DaemonAct,
-    /// Gets a value when the act has to be interrupted.
-    interrupt: oneshot::Receiver<()>,
-}
-
-/// Carries out the acts that the core orders, one after the other, and reports the outcome of each act to the core.
-async fn run(
-    mut assignments: mpsc::UnboundedReceiver<Assignment>,
-    mut commands: mpsc::Receiver<SupervisorCommand>,
-    mut machine: Machine,
-    events: mpsc::UnboundedSender<CoreEvent<ControlDaemonPlan>>,
-) {
-    while let Some(Assignment { plan, goal, held, act, interrupt }) = assignments.recv().await {
-        // `Rest` only publishes the result of the last act, and belongs to the order of that act. So the worker takes no
-        // new order for `Rest`.
-        if !matches!(act, DaemonAct::Rest(_)) {
-            machine.worker.take_order(plan, goal, held);
-        }
-        let outcome = tokio::select! {
-            biased;
-            Ok(()) = interrupt => ActOutcome::Interrupted,
-            outcome = machine.carry_out(act, &mut commands) => outcome,
-        };
-        if let DaemonAct::Rest(_) = act {
-            // Other tasks get the chance to publish the state before the next act, which may begin at once.
-            yield_now().await;
-        } else {
-            // Sending fails only when the receiver is dropped, at the end of the service.
-            let _ = events.send(machine.done(outcome));
-        }
-    }
-}
-
 /// The supervisor of one control daemon: its order, and the facts that it keeps beyond one run of the control daemon.
 // Each fact has a bool of its own, since no fact excludes another fact.
 #[allow(clippy::struct_excessive_bools)]
@@ -211,18 +167,45 @@ struct Machine {
     run: Option<(DaemonRun, Known)>,
     /// The last failure, until the status shows it.
     failing: Option<Failing>,
+    /// The requests, each with the channel for its answer. None if the request has no answer.
+    requests: mpsc::Receiver<(Requested, Option<Answer>)>,
 }
 
 impl Machine {
-    async fn carry_out(
+    /// Carries out an act that the core has ordered, and returns the event that gives the core the outcome. The event is None
+    /// if the core does not wait for the outcome.
+    async fn act(
         &mut self,
+        plan: ControlDaemonPlan,
+        goal: Goal,
+        held: HeldGpus,
         act: DaemonAct,
-        commands: &mut mpsc::Receiver<SupervisorCommand>,
-    ) -> ActOutcome {
+        interrupt: oneshot::Receiver<()>,
+    ) -> Option<CoreEvent<ControlDaemonPlan>> {
+        // `Rest` only publishes the result of the last act, and belongs to the order of that act. So the worker takes no
+        // new order for `Rest`.
+        let is_rest = matches!(act, DaemonAct::Rest(_));
+        if !is_rest {
+            self.worker.take_order(plan, goal, held);
+        }
+        let outcome = tokio::select! {
+            biased;
+            Ok(()) = interrupt => ActOutcome::Interrupted,
+            outcome = self.carry_out(act) => outcome,
+        };
+        if is_rest {
+            // Other tasks get the chance to publish the state before the next act, which may begin at once.
+            yield_now().await;
+            return None;
+        }
+        Some(self.done(outcome))
+    }
+
+    async fn carry_out(&mut self, act: DaemonAct) -> ActOutcome {
         let done = match act {
             DaemonAct::TakeOver => self.take_over().await.map(|()| ActOutcome::Done),
             DaemonAct::Start => self.start().await.map(|()| ActOutcome::Done),
-            DaemonAct::Serve => self.serve(commands).await,
+            DaemonAct::Serve => self.serve().await,
             DaemonAct::Judge => Ok(ActOutcome::Used(self.judge().await)),
             DaemonAct::End(may_end) => Ok(self.end(may_end).await),
             DaemonAct::Rest(pause) => {
@@ -230,7 +213,7 @@ impl Machine {
                 Ok(ActOutcome::Done)
             }
             DaemonAct::Leave => {
-                if let Some(mut serving) = self.serving(None) {
+                if let Some(mut serving) = self.serving() {
                     serving.leave();
                 }
                 Ok(ActOutcome::Done)
@@ -249,12 +232,10 @@ impl Machine {
 
     /// Applies the order to the running control daemon, and watches the control daemon until it ends or the order has
     /// to be applied again.
-    async fn serve(
-        &mut self,
-        commands: &mut mpsc::Receiver<SupervisorCommand>,
-    ) -> Result<ActOutcome, Failure> {
+    async fn serve(&mut self) -> Result<ActOutcome, Failure> {
         self.show_places();
-        let Some(mut serving) = self.serving(Some(commands)) else { return Ok(ActOutcome::Ended) };
+        let Some((run, known)) = &mut self.run else { return Ok(ActOutcome::Ended) };
+        let mut serving = self.worker.serving(run, known, &mut self.reach, Some(&mut self.requests));
         match serving.serve().await? {
             Ended::Again => Ok(ActOutcome::Again),
             Ended::Stopped => {
@@ -280,12 +261,9 @@ impl Machine {
 
     /// The core's [`Serving`] for the control daemon that runs, with the shell that carries out its acts. None if no
     /// control daemon runs.
-    fn serving<'m>(
-        &'m mut self,
-        requests: Option<&'m mut mpsc::Receiver<SupervisorCommand>>,
-    ) -> Option<Serving<'m, RunShell<'m>>> {
+    fn serving(&mut self) -> Option<Serving<'_, RunShell<'_>>> {
         let (run, known) = self.run.as_mut()?;
-        Some(self.worker.serving(run, known, &mut self.reach, requests))
+        Some(self.worker.serving(run, known, &mut self.reach, None))
     }
 
     /// Takes note that the control daemon of `run` runs, and returns the core's [`Serving`] for it.
@@ -302,7 +280,7 @@ impl Worker {
         run: &'m mut DaemonRun,
         known: &'m mut Known,
         reach: &'m mut GpuReach,
-        requests: Option<&'m mut mpsc::Receiver<SupervisorCommand>>,
+        requests: Option<&'m mut mpsc::Receiver<(Requested, Option<Answer>)>>,
     ) -> Serving<'m, RunShell<'m>> {
         let wanted = self.wanted();
         Serving::new(RunShell { worker: self, run, requests, reply: None }, known, reach, wanted)

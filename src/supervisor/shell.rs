@@ -6,17 +6,18 @@ use std::time::Duration;
 
 use mps_core::mps::{Client, ClientPids, Inspection, Limits};
 use mps_core::serve::{
-    ClientsOnGpus, Failure, GpuNews, GpuReach, GpuShell, News, Occurrence, Said, SeenGpus, Shell, Showing,
+    ClientsOnGpus, Failure, GpuNews, GpuReach, GpuShell, News, Occurrence, Requested, Said, SeenGpus, Shell,
+    Showing,
 };
 use mps_core::terms::ProcessId;
 use mps_core::{CoreTime, GpuUuid, Permit, Tenure};
-use tokio::sync::{mpsc, oneshot};
-use tokio::time::sleep;
+use tokio::sync::mpsc;
+use tokio::time::{sleep, sleep_until};
 use tracing::level_filters::LevelFilter;
 
 use crate::message::{Message, Subject};
 use crate::mps::log::Line;
-use crate::mps::process::{self, Stopped};
+use crate::mps::process;
 use common::directories;
 use common::host::cpus::Cpus;
 use common::host::proc;
@@ -25,8 +26,8 @@ use common::plan::Present;
 use common::problem::Problem;
 
 use super::bypass;
-use super::daemon_run::{DaemonRun, Happening};
-use super::{SupervisorCommand, Worker};
+use super::daemon_run::DaemonRun;
+use super::{Answer, Worker};
 
 /// The user id with which a server is started ahead of its first client.
 const ROOT: u32 = 0;
@@ -37,10 +38,10 @@ pub(super) struct RunShell<'m> {
     pub(super) worker: &'m mut Worker,
     pub(super) run: &'m mut DaemonRun,
     /// The queue of requests, or None if the present act takes no requests.
-    pub(super) requests: Option<&'m mut mpsc::Receiver<SupervisorCommand>>,
+    pub(super) requests: Option<&'m mut mpsc::Receiver<(Requested, Option<Answer>)>>,
     /// The channel for the answer to the last request that was taken. None if the last request that was taken has no
     /// answer.
-    pub(super) reply: Option<oneshot::Sender<Result<(), Problem>>>,
+    pub(super) reply: Option<Answer>,
 }
 
 impl GpuShell for RunShell<'_> {
@@ -90,25 +91,27 @@ impl Shell for RunShell<'_> {
                 None => std::future::pending().await,
             }
         };
-        let happened = tokio::select! {
-            happened = self.run.next(deadline) => happened,
-            Some(SupervisorCommand { request, reply }) = request => {
+        Ok(tokio::select! {
+            biased;
+            // A tenant can write lines without end, and the few requests of administrators must not wait for the last line.
+            Some((request, reply)) = request => {
                 self.reply = reply;
-                return Ok(Occurrence::Asked(request));
+                Occurrence::Asked(request)
             }
-        };
-        Ok(match happened {
-            Happening::Line(Ok(line)) => Occurrence::Said(self.note(&line)),
-            Happening::Line(Err(error)) => {
-                let path = self.run.log.path().display();
-                return Err(Failure::Failed(format!("{path}: {error}")));
-            }
-            Happening::Ended(status) => {
+            // Lines of the log come before the end of the control daemon, since they explain the end.
+            line = self.run.log.next() => match line {
+                Ok(line) => Occurrence::Said(self.note(&line)),
+                Err(error) => {
+                    let path = self.run.log.path().display();
+                    return Err(Failure::Failed(format!("{path}: {error}")));
+                }
+            },
+            status = self.run.process.exited() => {
                 self.run.exit_status = status;
                 Occurrence::Ended
             }
-            Happening::ServerEnded(server) => Occurrence::ServerEnded(server),
-            Happening::Nothing => Occurrence::Nothing,
+            Some(Ok(server)) = self.run.server_ends.join_next() => Occurrence::ServerEnded(server),
+            () = sleep_until(deadline) => Occurrence::Nothing,
         })
     }
 
@@ -222,7 +225,7 @@ impl Shell for RunShell<'_> {
         let quit_timeout = self.worker.plan.supervision.quit_timeout;
         let has_ended = process::stop(&mut run.process, &run.control, quit_timeout, may_end).await;
         if has_ended {
-            self.say_how_it_ended(Stopped::Quit);
+            self.say_how_it_ended("quit");
         }
         has_ended
     }
@@ -451,7 +454,7 @@ impl Shell for RunShell<'_> {
     }
 
     fn checked_in_use(&mut self) {
-        self.worker.tools.wake_ups.wake(&self.run.running.gpus, |wake_ups| &wake_ups.checked);
+        self.worker.tools.wake_ups.wake(&self.run.running.gpus, |wake_ups| &wake_ups.look);
     }
 
     fn watch_server(&mut self, server: u32) {
@@ -477,7 +480,7 @@ impl Shell for RunShell<'_> {
 }
 
 impl RunShell<'_> {
-    fn say_how_it_ended(&self, how: Stopped) {
+    fn say_how_it_ended(&self, how: &str) {
         let (id, pid) = (self.worker.reporter.id(), self.pid());
         tracing::debug!(step = "ended", "control daemon {pid} has ended and is still in the state file");
         self.worker.reporter.event(format!("control daemon {id} (PID {pid}) ended by {how}"));

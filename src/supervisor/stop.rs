@@ -50,7 +50,7 @@ impl Machine {
 
     /// Finds out which clients use a control daemon that has failed, and adds them to the reason in the status.
     pub(super) async fn judge(&mut self) -> RunUse {
-        let judged = match self.serving(None) {
+        let judged = match self.serving() {
             Some(mut serving) => serving.judge().await,
             None => return RunUse::Gone,
         };
@@ -101,7 +101,7 @@ impl Machine {
         if let Goal::Stop(_) = self.worker.goal {
             self.worker.reporter.enter(ControlDaemonState::Stopping, false, "");
         }
-        let Some(mut serving) = self.serving(None) else { return ActOutcome::Ended };
+        let Some(mut serving) = self.serving() else { return ActOutcome::Ended };
         if let Err(lives) = serving.end(may_end).await {
             tracing::debug!("{lives}");
             return ActOutcome::Lives;

@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use mps_core::serve::{GpuReach, Requested};
 use mps_core::{CoreEvent, DaemonAct, Goal, HeldGpus, Order};
-use tokio::sync::{mpsc, oneshot, watch as channel};
+use tokio::sync::{Mutex, mpsc, oneshot, watch as channel};
 
 use crate::mps::control::{Control, FrontEnds};
 use common::plan::ControlDaemonPlan;
@@ -13,23 +13,26 @@ use common::problem::Problem;
 
 use super::admission::SharedAdmission;
 use super::status::{Reporter, Status};
-use super::{Assignment, LINES, Machine, SupervisorCommand, Tools, Worker, run};
+use super::{Answer, LINES, Machine, Tools, Worker};
 
 /// The handle of a supervisor. If a [`SupervisorHandle`] is dropped, the control daemon and its clients go on.
 #[derive(Debug)]
 pub(crate) struct SupervisorHandle {
     plan: ControlDaemonPlan,
-    assignments: mpsc::UnboundedSender<Assignment>,
+    /// Held by the act that runs; further acts wait in the order in which they came.
+    machine: Arc<Mutex<Machine>>,
+    /// The queue of the core.
+    events: mpsc::UnboundedSender<CoreEvent<ControlDaemonPlan>>,
     /// The sender that interrupts the running act. None if no act can be interrupted.
     interrupt: Option<oneshot::Sender<()>>,
     status: channel::Receiver<Status>,
     front_ends: FrontEnds,
-    commands: mpsc::Sender<SupervisorCommand>,
+    requests: mpsc::Sender<(Requested, Option<Answer>)>,
     admission: SharedAdmission,
 }
 
 impl SupervisorHandle {
-    /// Starts a supervisor. The task of the supervisor waits for acts, and reports the outcome of each to the core.
+    /// Makes a supervisor. Each act of the supervisor is a task, which reports its outcome to the core.
     pub(crate) fn new(
         plan: &ControlDaemonPlan,
         goal: Goal,
@@ -38,8 +41,7 @@ impl SupervisorHandle {
     ) -> Self {
         let (reporter, status) = Reporter::new(plan, Arc::clone(&tools.changed));
         let front_ends = tools.front_ends.clone();
-        let (commands, commands_received) = mpsc::channel(4);
-        let (assignments, assigned) = mpsc::unbounded_channel();
+        let (requests, requested) = mpsc::channel(4);
         let (state_file, changed) = (tools.state_file.clone(), Arc::clone(&tools.changed));
         let admission = SharedAdmission::new(plan, goal == Goal::Retire, state_file, changed);
         let worker = Worker {
@@ -57,10 +59,10 @@ impl SupervisorHandle {
             links_stuck: BTreeSet::new(),
             not_beside: None,
         };
-        let machine = Machine { worker, reach: GpuReach::default(), run: None, failing: None };
-        tokio::spawn(run(assigned, commands_received, machine, events));
-        let plan = plan.clone();
-        Self { plan, assignments, interrupt: None, status, front_ends, commands, admission }
+        let reach = GpuReach::default();
+        let machine = Machine { worker, reach, run: None, failing: None, requests: requested };
+        let (plan, machine) = (plan.clone(), Arc::new(Mutex::new(machine)));
+        Self { plan, machine, events, interrupt: None, status, front_ends, requests, admission }
     }
 
     /// Has the supervisor carry out an act, after the act that is running.
@@ -73,8 +75,14 @@ impl SupervisorHandle {
     ) {
         let (sender, interrupt) = oneshot::channel();
         self.interrupt = Some(sender);
-        // Sending fails only when the supervisor has ended, at the end of the service.
-        let _ = self.assignments.send(Assignment { plan: order.payload, goal, held, act, interrupt });
+        let (machine, events) = (Arc::clone(&self.machine), self.events.clone());
+        tokio::spawn(async move {
+            let mut machine = machine.lock().await;
+            if let Some(done) = machine.act(order.payload, goal, held, act, interrupt).await {
+                // Sending fails only when the receiver is dropped, at the end of the service.
+                let _ = events.send(done);
+            }
+        });
     }
 
     /// Interrupts the running act.
@@ -161,8 +169,8 @@ impl SupervisorHandle {
 
     /// Sends a request to the supervisor, or drops it if too many requests wait. If the request is dropped, the channel for
     /// the answer is closed.
-    fn send(&self, request: Requested, reply: Option<oneshot::Sender<Result<(), Problem>>>) {
-        if let Err(error) = self.commands.try_send(SupervisorCommand { request, reply }) {
+    fn send(&self, request: Requested, reply: Option<Answer>) {
+        if let Err(error) = self.requests.try_send((request, reply)) {
             tracing::debug!("a request is dropped: {error}");
         }
     }

@@ -11,10 +11,9 @@ use tokio::sync::Notify;
 pub(crate) struct WakeUps {
     /// Notified when a client has come to the GPU.
     pub(crate) came: Notify,
-    /// Notified after a health check, if the control daemon has clients or has just lost its last client.
-    pub(crate) checked: Notify,
-    /// Notified when a caller asks for the clients.
-    pub(crate) asked: Notify,
+    /// Notified when a caller asks for the clients, and after a health check, if the control daemon has clients or has just
+    /// lost its last client.
+    pub(crate) look: Notify,
 }
 
 /// The wake-ups of all GPUs, by UUID.

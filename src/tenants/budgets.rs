@@ -174,7 +174,7 @@ impl Budgets {
         let mut looks = JoinSet::new();
         for watched in self.watched.values() {
             if !is_fresh(&watched.looked.borrow()) {
-                watched.wake_ups.asked.notify_one();
+                watched.wake_ups.look.notify_one();
                 let mut looked = watched.looked.clone();
                 looks.spawn(async move { drop(looked.wait_for(is_fresh).await) });
             }
@@ -228,8 +228,7 @@ impl GpuWatch {
                     self.over.send_replace(Vec::new());
                     self.passed_on.clear();
                 }
-                () = wake_ups.checked.notified() => {}
-                () = wake_ups.asked.notified() => {}
+                () = wake_ups.look.notified() => {}
                 () = wake_ups.came.notified() => self.watch.client_has_come(self.begun.elapsed()),
                 ended = or_never(attempted.as_mut()) => {
                     attempted = None;

@@ -50,6 +50,7 @@ in_both_topologies! {
     a_critical_error_of_a_lost_gpu_is_told,
     a_clock_that_jumps_disturbs_nobody,
     a_burst_in_the_log_keeps_nobody_waiting,
+    lines_without_end_keep_no_request_waiting,
     a_burst_of_warnings_does_not_flood_the_journal,
     the_end_of_a_control_daemon_tells_how_many_lines_were_left_out,
     only_a_file_of_ours_is_the_log,
@@ -964,6 +965,19 @@ fn a_burst_in_the_log_keeps_nobody_waiting(topology: Topology) {
     );
     assert!(longest < Duration::from_secs(15), "{longest:?}");
     a_client_is_served(&host);
+    assert_eq!(host.stop().code(), Some(0));
+    host.nothing_runs();
+}
+
+/// A tenant can write lines to a control daemon's log faster than the service reads them. The service carries out a request of an
+/// administrator before it has read the last line.
+fn lines_without_end_keep_no_request_waiting(topology: Topology) {
+    let mut host = Host::serving_as(topology, "h200");
+    let mut log = File::options().append(true).open(host.control_log()).unwrap();
+    log.write_all("x\n".repeat(32 << 20).as_bytes()).unwrap();
+    let asked = Instant::now();
+    assert!(host.mpsctl(&["apply", "--force"]).status.success());
+    assert!(asked.elapsed() < DEADLINE, "{:?}", asked.elapsed());
     assert_eq!(host.stop().code(), Some(0));
     host.nothing_runs();
 }
