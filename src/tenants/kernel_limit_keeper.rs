@@ -18,112 +18,107 @@ const PATIENCE: Duration = Duration::from_secs(3);
 
 pub(crate) type LimitGoals = BTreeMap<LimitedGroup, LimitGoal>;
 
-/// The outcome for each limit that the kernel should enforce.
-pub(crate) type LimitOutcomes = BTreeMap<LimitedGroup, LimitOutcome>;
-
-/// Has a task that makes the kernel enforce memory limits. The task ends when the [`KernelLimitKeeper`] is dropped.
-#[derive(Debug)]
+/// Has a task that makes the kernel enforce memory limits. All clones share the goals and the outcomes.
+#[derive(Debug, Clone)]
 pub(crate) struct KernelLimitKeeper {
-    /// The limits that the kernel should enforce, and the number of changes of these goals.
-    goals: watch::Sender<(u64, LimitGoals)>,
-    /// The number of changes of the goals that the task has carried out completely, and the outcomes so far.
-    tried: watch::Receiver<(u64, LimitOutcomes)>,
+    nvml: NvmlWorker,
+    /// Wakes the main loop.
+    changed: Arc<Notify>,
+    events: mpsc::Sender<LoopEvent>,
+    begun: Instant,
+    limits: Arc<watch::Sender<SharedLimits>>,
+}
+
+/// The limits that the kernel should enforce, and the outcomes so far.
+#[derive(Debug, Default)]
+struct SharedLimits {
+    goals: LimitGoals,
+    limits: KernelLimits,
+    /// The number of changes of the goals.
+    wanted: u64,
+    /// The number of changes of the goals that the task has carried out completely.
+    tried: u64,
 }
 
 impl KernelLimitKeeper {
     /// Starts the task. The task notifies `changed` when there is a new outcome for a limit.
     pub(crate) fn new(nvml: NvmlWorker, changed: Arc<Notify>, events: mpsc::Sender<LoopEvent>) -> Self {
-        let (goals, wanted) = watch::channel((0, LimitGoals::new()));
-        let (tried, tried_seen) = watch::channel((0, LimitOutcomes::new()));
-        let task =
-            Acts { nvml, changed, events, begun: Instant::now(), limits: KernelLimits::default(), tried };
-        tokio::spawn(task.run(wanted));
-        Self { goals, tried: tried_seen }
+        let keeper = Self { nvml, changed, events, begun: Instant::now(), limits: Arc::default() };
+        tokio::spawn(keeper.clone().run());
+        keeper
     }
 
     /// True if no goals were set yet.
     pub(crate) fn is_new(&self) -> bool {
-        self.goals.borrow().0 == 0
+        self.limits.borrow().wanted == 0
     }
 
     /// Replaces the goals. A limit that has no goal in `goals` is removed, and a limit that the kernel has refused is
     /// tried again.
     pub(crate) fn pursue(&self, goals: LimitGoals) {
-        self.goals.send_modify(|(number, before)| (*number, *before) = (number.saturating_add(1), goals));
+        self.change_goals(|before| *before = goals);
     }
 
     /// Adds goals. If a limit already has a goal, its new goal replaces the former goal.
     pub(crate) fn add(&self, more: LimitGoals) {
-        self.goals.send_modify(|(number, goals)| {
-            *number = number.saturating_add(1);
-            goals.extend(more);
+        self.change_goals(|goals| goals.extend(more));
+    }
+
+    fn change_goals(&self, change: impl FnOnce(&mut LimitGoals)) {
+        self.limits.send_modify(|SharedLimits { goals, limits, wanted, .. }| {
+            change(goals);
+            *wanted += 1;
+            limits.pursue(goals, self.begun.elapsed());
         });
     }
 
     /// Waits until the task has tried each present goal, for some seconds at most.
     pub(crate) fn tried(&self) -> impl Future<Output = ()> + Send + 'static {
-        let (number, mut tried) = (self.goals.borrow().0, self.tried.clone());
+        let (wanted, mut limits) = (self.limits.borrow().wanted, self.limits.subscribe());
         async move {
-            let _ = timeout(PATIENCE, tried.wait_for(|(tried, _)| *tried >= number)).await;
+            let _ = timeout(PATIENCE, limits.wait_for(|limits| limits.tried >= wanted)).await;
         }
     }
 
-    pub(crate) fn outcomes(&self) -> LimitOutcomes {
-        self.tried.borrow().1.clone()
+    /// The outcome for each limit that the kernel should enforce.
+    pub(crate) fn outcomes(&self) -> BTreeMap<LimitedGroup, LimitOutcome> {
+        let limits = self.limits.borrow();
+        limits.limits.outcomes().map(|(place, outcome)| (place.clone(), outcome.clone())).collect()
     }
-}
 
-/// The task that sets and removes limits.
-#[derive(Debug)]
-struct Acts {
-    nvml: NvmlWorker,
-    changed: Arc<Notify>,
-    events: mpsc::Sender<LoopEvent>,
-    begun: Instant,
-    limits: KernelLimits,
-    tried: watch::Sender<(u64, LimitOutcomes)>,
-}
-
-impl Acts {
-    async fn run(mut self, mut goals: watch::Receiver<(u64, LimitGoals)>) {
-        let mut number = 0;
+    async fn run(self) {
+        let mut limits = self.limits.subscribe();
         loop {
-            if goals.has_changed().unwrap_or(false) {
-                let has_changed = {
-                    let newest = goals.borrow_and_update();
-                    number = newest.0;
-                    self.limits.pursue(&newest.1, self.begun.elapsed())
-                };
-                if has_changed {
-                    self.publish();
-                }
-            }
-            if let Some((place, goal)) = self.limits.next(self.begun.elapsed()) {
+            let (next, due, wanted) = {
+                let limits = limits.borrow_and_update();
+                (limits.limits.next(self.begun.elapsed()), limits.limits.due(), limits.wanted)
+            };
+            if let Some((place, goal)) = next {
                 self.act(&place, &goal).await;
                 continue;
             }
-            self.tried.send_modify(|(tried, _)| *tried = number);
-            let due = self.limits.due().map(|due| self.begun + due);
+            self.limits.send_if_modified(|limits| std::mem::replace(&mut limits.tried, wanted) != wanted);
             tokio::select! {
-                changed = goals.changed() => match changed {
-                    Ok(()) => goals.mark_changed(),
-                    Err(_) => return,
-                },
-                () = until(due) => {}
+                _ = limits.changed() => {}
+                () = until(due.map(|due| self.begun + due)) => {}
             }
         }
     }
 
-    async fn act(&mut self, place: &LimitedGroup, goal: &LimitGoal) {
+    async fn act(&self, place: &LimitedGroup, goal: &LimitGoal) {
         let outcome = self.nvml.pursue_memory_limit(place, goal).await;
-        if self.limits.has_acted(place, goal, outcome.clone(), self.begun.elapsed()) {
+        let (mut is_news, mut is_shown) = (false, false);
+        self.limits.send_modify(|SharedLimits { limits, .. }| {
+            let before = limits.outcome(place).cloned();
+            is_news = limits.has_acted(place, goal, outcome.clone(), self.begun.elapsed());
+            is_shown = limits.outcome(place) != before.as_ref();
+        });
+        if is_news {
             self.tell(place, goal, outcome).await;
         }
-        let shown = self.limits.outcome(place).cloned();
-        self.publish_if(|before| match shown {
-            Some(outcome) => before.insert(place.clone(), outcome.clone()) != Some(outcome),
-            None => before.remove(place).is_some(),
-        });
+        if is_shown {
+            self.changed.notify_one();
+        }
     }
 
     async fn tell(&self, place: &LimitedGroup, goal: &LimitGoal, outcome: LimitOutcome) {
@@ -149,19 +144,6 @@ impl Acts {
                 let _ = self.events.send(LoopEvent::Event(text)).await;
             }
             _ => {}
-        }
-    }
-
-    fn publish(&self) {
-        let outcomes: LimitOutcomes =
-            self.limits.outcomes().map(|(place, outcome)| (place.clone(), outcome.clone())).collect();
-        self.publish_if(|before| std::mem::replace(before, outcomes.clone()) != outcomes);
-    }
-
-    /// Changes the outcomes with `change`, and notifies the loop if `change` returns true.
-    fn publish_if(&self, change: impl FnOnce(&mut LimitOutcomes) -> bool) {
-        if self.tried.send_if_modified(|(_, outcomes)| change(outcomes)) {
-            self.changed.notify_one();
         }
     }
 }

@@ -142,8 +142,8 @@ struct Pursued {
 impl KernelLimits {
     /// Sets the goals. A limit without a goal is removed. A refused limit is tried again, since a change of the goals often
     /// ends the reason for the refusal. If goals were only added, refused limits are not tried again: a host may have thousands
-    /// of limits. Returns false if goals were only added, and true otherwise.
-    pub fn pursue(&mut self, goals: &BTreeMap<LimitedGroup, LimitGoal>, now: CoreTime) -> bool {
+    /// of limits.
+    pub fn pursue(&mut self, goals: &BTreeMap<LimitedGroup, LimitGoal>, now: CoreTime) {
         let mut known = self.0.iter().peekable();
         let mut is_new = |goal: &(&LimitedGroup, &LimitGoal)| {
             known.next_if(|(place, pursued)| pursued.goal == *goal.1 && *place == goal.0).is_none()
@@ -163,7 +163,6 @@ impl KernelLimits {
             let new = || Pursued { goal: goal.clone(), ours: goal.mib(), outcome: None, due: now };
             self.0.entry(place.clone()).or_insert_with(new);
         }
-        has_changed
     }
 
     /// The next limit to set or remove, with its goal. None if no attempt is due.
