@@ -1,20 +1,21 @@
 //! Reports the problems and warnings of a configuration and of a plan.
 
 use std::collections::BTreeMap;
+use std::process::ExitCode;
 
-use super::Exit;
 use super::logging::last_words;
 use crate::message::{Message, Subject};
+use common::check::BAD_CONFIGURATION;
 use common::config::{self, Loaded, Sources};
 use common::plan::{self, GpuPlan, Plan, PlanError};
 use common::problem::LocatedProblem;
 
-/// Writes the message that explains why the service does not start.
-pub(super) fn bad_configuration(problems: &[LocatedProblem]) -> Exit {
+/// Writes the message that explains why the service does not start, and returns the exit status.
+pub(super) fn bad_configuration(problems: &[LocatedProblem]) -> ExitCode {
     for problem in problems {
         last_words(&problem.to_string());
     }
-    Exit::BadConfiguration
+    ExitCode::from(BAD_CONFIGURATION)
 }
 
 /// Reads the configuration, and logs the problems of a wrong configuration.

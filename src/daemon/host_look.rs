@@ -5,10 +5,11 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use mps_core::DriverNews;
-use tokio::sync::{mpsc, watch};
+use tokio::sync::mpsc;
 use tokio::task::JoinHandle;
 use tokio::time::{Instant, timeout};
 
+use crate::supervisor::nvml_worker::NvmlWorker;
 use crate::tenants::budgets::LoopEvent;
 use common::host::gpu::Gpu;
 use common::host::inventory::Inventory;
@@ -42,13 +43,13 @@ pub(super) struct HostLook {
     sysroot: PathBuf,
     /// The driver in force. None if no driver is in force; the GPUs of the host should be read again in this case.
     in_force: Option<Arc<Driver>>,
-    /// The driver in force, for other parts of the service.
-    driver: watch::Sender<Option<Arc<Driver>>>,
+    /// Gets the driver in force, for other parts of the service.
+    worker: NvmlWorker,
     /// The questions to the driver in force. None while a look at the host uses these questions.
     nvml: Option<GpuQuestions>,
-    /// The look at the host that has no answer yet. The look at the host goes on, and the next caller gets the answer: dropping
-    /// the answer would close a driver that has just woken all GPUs.
-    under_way: Option<LookUnderWay>,
+    /// The look at the host that has no answer yet, with its beginning. The look at the host goes on, and the next caller gets
+    /// the answer: dropping the answer would close a driver that has just woken all GPUs.
+    under_way: Option<(Instant, JoinHandle<Looked>)>,
     /// The answer of a look that came after its caller had stopped waiting.
     late: Option<Looked>,
     /// The version of the driver in force, or the reason why there is none.
@@ -56,12 +57,6 @@ pub(super) struct HostLook {
     events: mpsc::Sender<LoopEvent>,
     /// The moment from which no program without MPS on the GPUs counts as just started any more.
     pub(super) newcomers_until: Option<Instant>,
-}
-
-#[derive(Debug)]
-struct LookUnderWay {
-    begun: Instant,
-    answer: JoinHandle<Looked>,
 }
 
 /// The findings of one look at the host.
@@ -86,15 +81,11 @@ fn look(sysroot: &Path, nvml: Option<GpuQuestions>) -> Looked {
 }
 
 impl HostLook {
-    pub(super) fn new(
-        sysroot: PathBuf,
-        driver: watch::Sender<Option<Arc<Driver>>>,
-        events: mpsc::Sender<LoopEvent>,
-    ) -> Self {
+    pub(super) fn new(sysroot: PathBuf, worker: NvmlWorker, events: mpsc::Sender<LoopEvent>) -> Self {
         Self {
             sysroot,
             in_force: None,
-            driver,
+            worker,
             nvml: None,
             under_way: None,
             late: None,
@@ -110,7 +101,7 @@ impl HostLook {
 
     /// A problem that says for how long NVML has not answered, if the last look has no answer.
     pub(super) fn unanswered(&self) -> Option<Problem> {
-        let seconds = self.under_way.as_ref()?.begun.elapsed().as_secs();
+        let seconds = self.under_way.as_ref()?.0.elapsed().as_secs();
         Some(Problem::new(
             format!("NVML has not answered for {seconds} s"),
             "wait some seconds for each GPU without persistence mode, or start nvidia-persistenced; if NVML \
@@ -120,8 +111,8 @@ impl HostLook {
 
     /// Returns when a look has an answer for which no caller waits any more.
     pub(super) async fn answered_late(&mut self) {
-        let Some(look) = &mut self.under_way else { return std::future::pending().await };
-        self.late = (&mut look.answer).await.ok();
+        let Some((_, answer)) = &mut self.under_way else { return std::future::pending().await };
+        self.late = answer.await.ok();
         self.under_way = None;
     }
 
@@ -155,7 +146,7 @@ impl HostLook {
             self.nvml =
                 nvml.filter(|nvml| driver.as_ref().is_some_and(|driver| Arc::ptr_eq(driver, nvml.driver())));
             if is_another {
-                self.driver.send_replace(driver.clone());
+                self.worker.use_driver(driver.clone());
             }
             match driver {
                 Some(driver) if is_another => self.watch_xids(driver),
@@ -175,7 +166,7 @@ impl HostLook {
         if let Some(late) = self.late.take() {
             return Some(late);
         }
-        let look = match &mut self.under_way {
+        let (_, answer) = match &mut self.under_way {
             Some(look) => look,
             none => none.insert({
                 let (sysroot, driver) = (self.sysroot.clone(), self.in_force.clone());
@@ -183,10 +174,10 @@ impl HostLook {
                 // NVML is asked on a thread of its own: if a GPU is falling off the bus, a call of NVML can block for ever,
                 // and the loop must go on.
                 let answer = tokio::task::spawn_blocking(move || look(&sysroot, nvml));
-                LookUnderWay { begun: Instant::now(), answer }
+                (Instant::now(), answer)
             }),
         };
-        let answered = timeout(TIMEOUT, &mut look.answer).await.ok()?;
+        let answered = timeout(TIMEOUT, answer).await.ok()?;
         self.under_way = None;
         answered.ok()
     }
@@ -196,12 +187,10 @@ impl HostLook {
     /// since one bad GPU must not hide the errors of other GPUs.
     fn watch_xids(&self, driver: Arc<Driver>) {
         let told = self.events.clone();
-        let current = self.driver.subscribe();
+        let worker = self.worker.clone();
         std::thread::spawn(move || {
-            let is_current = || {
-                let now = current.borrow();
-                !told.is_closed() && now.as_ref().is_some_and(|now| Arc::ptr_eq(now, &driver))
-            };
+            let is_current =
+                || !told.is_closed() && worker.driver().is_some_and(|now| Arc::ptr_eq(&now, &driver));
             let tell = |uuid: &str, error| {
                 let event = LoopEvent::CriticalError(uuid.to_owned(), error);
                 is_current() && told.blocking_send(event).is_ok()

@@ -16,16 +16,13 @@ use tracing_subscriber::util::SubscriberInitExt;
 
 use common::host::standard_error;
 
-/// Changes the log level while the service runs.
-#[derive(Debug, Clone)]
-pub(crate) struct Level(reload::Handle<LevelFilter, Registry>);
+/// The handle with which [`set`] changes the log level while the service runs.
+pub(crate) type Level = reload::Handle<LevelFilter, Registry>;
 
-impl Level {
-    /// Sets the log level: messages below this level are dropped.
-    pub(crate) fn set(&self, level: tracing::Level) {
-        // Reloading the filter fails only after the subscriber was dropped, at the end of the program.
-        let _ = self.0.reload(LevelFilter::from_level(level));
-    }
+/// Sets the log level: messages below this level are dropped.
+pub(super) fn set(handle: &Level, level: tracing::Level) {
+    // Reloading the filter fails only after the subscriber was dropped, at the end of the program.
+    let _ = handle.reload(LevelFilter::from_level(level));
 }
 
 /// Sets up logging, once, with the default level.
@@ -42,7 +39,7 @@ pub(super) fn init() -> Level {
             registry.with(plain.with_target(false).boxed()).init();
         }
     }
-    Level(handle)
+    handle
 }
 
 /// Writes why the service ends, right before its end. The message goes to the journal through standard error, for which the

@@ -20,10 +20,12 @@ mod shutdown_report;
 mod signals;
 
 use std::path::PathBuf;
+use std::process::ExitCode;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
+use tokio::signal::unix::Signal;
 use tokio::sync::{Notify, mpsc, watch};
 use tokio::task::yield_now;
 use tokio::time::{Instant, sleep_until};
@@ -53,10 +55,9 @@ use findings::{bad_configuration, say_findings, say_what_is_new, why};
 use fleet::{Fleet, Moment};
 use host_look::HostLook;
 use kernel_limits::kernel_limits;
-use logging::Level;
+use logging::{Level, last_words};
 use requests::Requests;
 use service_manager::ServiceManager;
-use signals::{Signals, Wish};
 
 /// The pause between two looks at the host while there is no plan, usually because there is no driver.
 const SCAN_WITHOUT_PLAN: Duration = Duration::from_secs(5);
@@ -73,43 +74,30 @@ const FAULTS: usize = 64;
 /// The most requests in the service's queue. A further caller waits until the queue has space.
 const REQUESTS: usize = 16;
 
-#[derive(Debug, Clone)]
-pub(crate) struct Options {
-    pub sources: Sources,
-    pub runtime_directory: PathBuf,
+/// The exit status of a service that can't do its work at all, for this reason.
+fn failed(reason: &str) -> ExitCode {
+    last_words(reason);
+    ExitCode::FAILURE
 }
 
-/// The reason why the service ends.
-#[derive(Debug)]
-pub(crate) enum Exit {
-    /// The service was asked to end, and everything is stopped.
-    Stopped,
-    /// The configuration is wrong. The problems were logged.
-    BadConfiguration,
-    /// The service was asked to end, but not for good: the service manager should start it again.
-    Interrupted,
-    /// The service can't do its work at all.
-    Failed(String),
-}
-
-/// Runs the service until it is asked to stop.
-pub(crate) async fn run(options: Options, level: Level) -> Exit {
+/// Runs the service until it is asked to stop, and returns the exit status.
+pub(crate) async fn run(sources: Sources, runtime_directory: PathBuf, level: Level) -> ExitCode {
     // The runtime directory is locked first: if another service has it, that service may be serving, and this service must
     // not touch anything.
-    let directory = match RuntimeDirectory::take_soon(&options.runtime_directory).await {
+    let directory = match RuntimeDirectory::take_soon(&runtime_directory).await {
         Ok(directory) => directory,
-        Err(error) => return Exit::Failed(error.to_string()),
+        Err(error) => return failed(&error.to_string()),
     };
-    let loaded = match findings::load(&options.sources) {
+    let loaded = match findings::load(&sources) {
         Ok(loaded) => loaded,
         Err(problems) => return bad_configuration(&problems),
     };
-    level.set(loaded.settings.log_level);
+    logging::set(&level, loaded.settings.log_level);
     say_findings(&loaded);
     let state_file = SharedStateFile::new(StateFile::open(directory));
-    let signals = match Signals::new() {
+    let signals = match signals::listen() {
         Ok(signals) => signals,
-        Err(error) => return Exit::Failed(format!("signals can't be received: {error}")),
+        Err(error) => return failed(&format!("signals can't be received: {error}")),
     };
     let (requests, received) = mpsc::channel(REQUESTS);
     let (snapshot, seen) = watch::channel(Arc::new(compose::nothing_yet(&loaded.settings)));
@@ -119,16 +107,15 @@ pub(crate) async fn run(options: Options, level: Level) -> Exit {
     let (joined, told) = (Arc::clone(&on_the_bus), Arc::clone(&changed));
     let bus = presence::stay_on_the_bus(seen, requests, signals_seen, joined, told);
     if let Err(error) = presence::on_a_thread_of_its_own(bus) {
-        return Exit::Failed(format!("the thread for the bus can't be started: {error}"));
+        return failed(&format!("the thread for the bus can't be started: {error}"));
     }
     let (events, happened) = mpsc::channel(FAULTS);
-    let (driver, driver_seen) = watch::channel(None);
-    let nvml = NvmlWorker::new(driver_seen, state_file.clone());
+    let nvml = NvmlWorker::new(state_file.clone());
     let tools = tools(nvml, state_file.clone(), Arc::clone(&changed), signals_of_bus.clone());
     let fleet = Fleet::new(tools.clone());
     let mut daemon = Daemon {
-        look: HostLook::new(options.sources.sysroot.clone(), driver, events.clone()),
-        options,
+        look: HostLook::new(sources.sysroot.clone(), tools.nvml.clone(), events.clone()),
+        sources,
         level,
         settings: loaded.settings,
         plan: Err("the service has not read the GPUs of this host yet".to_owned()),
@@ -184,7 +171,7 @@ enum Ending {
 }
 
 struct Daemon {
-    options: Options,
+    sources: Sources,
     level: Level,
     settings: Settings,
     look: HostLook,
@@ -226,10 +213,10 @@ struct Daemon {
 impl Daemon {
     async fn run(
         &mut self,
-        mut signals: Signals,
+        (mut stops, mut hangup): ([Signal; 3], Signal),
         mut requests: mpsc::Receiver<Request>,
         mut happened: mpsc::Receiver<LoopEvent>,
-    ) -> Exit {
+    ) -> ExitCode {
         self.end_bindings();
         if let Err(problems) = self.first_pass().await {
             return bad_configuration(&problems);
@@ -238,17 +225,16 @@ impl Daemon {
             let next_watchdog = self.service_manager.watchdog();
             self.settle();
             match self.ending {
-                Some(Ending::Interrupted) if self.fleet.has_stopped() => return Exit::Interrupted,
-                Some(_) if self.fleet.has_stopped() => return Exit::Stopped,
+                // With this exit status, the service manager starts the service again.
+                Some(Ending::Interrupted) if self.fleet.has_stopped() => return ExitCode::FAILURE,
+                Some(_) if self.fleet.has_stopped() => return ExitCode::SUCCESS,
                 _ => {}
             }
             let changed = Arc::clone(&self.changed);
             tokio::select! {
-                wish = signals.next() => match wish {
-                    Wish::Stop => self.stop().await,
-                    // The sender of SIGHUP gets no answer. A reload that is refused is reported in the journal.
-                    Wish::Reload => drop(self.reload().await),
-                },
+                () = signals::any(&mut stops) => self.stop().await,
+                // The sender of SIGHUP gets no answer. A reload that is refused is reported in the journal.
+                _ = hangup.recv() => drop(self.reload().await),
                 Some(request) = requests.recv() => self.answer(request).await,
                 Some(Ok(finished)) = self.requests.beside.join_next() => self.finished(finished),
                 Some(_) = self.requests.look.join_next() => self.requests.begin_list(&self.fleet),

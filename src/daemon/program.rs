@@ -6,10 +6,9 @@ use std::process::ExitCode;
 
 use clap::Parser;
 
-use super::{Exit, Options, logging};
+use super::{failed, logging};
 use crate::mps::launch;
 use common::arguments::Arguments;
-use common::check::BAD_CONFIGURATION;
 use common::check::report::CheckReport;
 use common::config::Sources;
 use common::host::oom;
@@ -44,19 +43,11 @@ pub fn main() -> ExitCode {
     };
     // The loop runs as a task of the runtime, so that it takes turns with the other tasks. So a new state is published before
     // other tasks act on this state.
-    let exit = runtime.block_on(runtime.spawn(super::run(Options { sources, runtime_directory }, level)));
+    let exit = runtime.block_on(runtime.spawn(super::run(sources, runtime_directory, level)));
     // A call of NVML may hang for ever on its thread. The end of the program does not wait for a thread that hangs in a call of
     // NVML.
     runtime.shutdown_background();
-    match exit.unwrap_or_else(|error| Exit::Failed(error.to_string())) {
-        Exit::Stopped => ExitCode::SUCCESS,
-        Exit::Interrupted => ExitCode::FAILURE,
-        Exit::BadConfiguration => ExitCode::from(BAD_CONFIGURATION),
-        Exit::Failed(reason) => {
-            logging::last_words(&reason);
-            ExitCode::FAILURE
-        }
-    }
+    exit.unwrap_or_else(|error| failed(&error.to_string()))
 }
 
 /// Prints what a start or a reload of the service would do. The exit status has the result too, in case no program

@@ -5,9 +5,9 @@ use std::time::Duration;
 
 use tokio::time::timeout;
 
-use super::Daemon;
 use super::findings::{self, join, say_findings};
 use super::grant::grant;
+use super::{Daemon, logging};
 use crate::dbus::Reply;
 use crate::message::{Message, Subject};
 use common::bus::error::RequestError;
@@ -71,7 +71,7 @@ impl Daemon {
 
     async fn replace_configuration(&mut self) -> Result<(), RequestError> {
         let invalid = |problems: &[LocatedProblem]| RequestError::InvalidConfig(join(problems));
-        let loaded = findings::load(&self.options.sources).map_err(|problems| invalid(&problems))?;
+        let loaded = findings::load(&self.sources).map_err(|problems| invalid(&problems))?;
         say_findings(&loaded);
         if let Some(problem) = loaded.silent_end().filter(|_| self.settings.enabled) {
             return Err(invalid(&[problem]));
@@ -88,7 +88,7 @@ impl Daemon {
             let doomed = self.fleet.ended_by_disabling();
             self.name_clients("enable_cuda_mps: false", &doomed).await;
         }
-        self.level.set(loaded.settings.log_level);
+        logging::set(&self.level, loaded.settings.log_level);
         self.settings = loaded.settings;
         match plan {
             Ok(plan) => self.put_in_force(plan),

@@ -57,15 +57,9 @@ impl UnitState {
 pub(super) struct ServiceManager {
     unit_state: watch::Sender<UnitState>,
     notifier: JoinHandle<()>,
-    watchdog: Option<Watchdog>,
+    /// The time between two signs of life, and the moment of the next one. None if the service manager expects none.
+    watchdog: Option<(Duration, Instant)>,
     state: Option<State>,
-}
-
-/// The watchdog of the service manager: when the next sign of life is due.
-#[derive(Debug)]
-struct Watchdog {
-    period: Duration,
-    next: Instant,
 }
 
 impl ServiceManager {
@@ -73,18 +67,18 @@ impl ServiceManager {
     pub(super) fn new() -> Self {
         let (unit_state, receiver) = watch::channel(UnitState::default());
         let period = sd_notify::watchdog_enabled().map(|time| time / 3);
-        let watchdog = period.map(|period| Watchdog { period, next: Instant::now() });
+        let watchdog = period.map(|period| (period, Instant::now()));
         Self { unit_state, notifier: tokio::spawn(notify(receiver)), watchdog, state: None }
     }
 
     /// Gives a sign of life if it is due, and returns when the next one is.
     pub(super) fn watchdog(&mut self) -> Option<Instant> {
-        let watchdog = self.watchdog.as_mut()?;
-        if Instant::now() >= watchdog.next {
-            watchdog.next = Instant::now() + watchdog.period;
+        let (period, next) = self.watchdog.as_mut()?;
+        if Instant::now() >= *next {
+            *next = Instant::now() + *period;
             self.unit_state.send_modify(|unit_state| unit_state.beats += 1);
         }
-        Some(watchdog.next)
+        Some(*next)
     }
 
     /// Reports that the service reads its configuration again. [`ServiceManager::ready`] reports the end of the reload.

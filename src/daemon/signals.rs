@@ -4,35 +4,17 @@ use std::io;
 
 use tokio::signal::unix::{Signal, SignalKind, signal};
 
-/// The request to the service for which a signal stands.
-pub(super) enum Wish {
-    Stop,
-    Reload,
+/// The signals that ask the service to stop, and the signal that asks the service to reload its configuration.
+pub(super) fn listen() -> io::Result<([Signal; 3], Signal)> {
+    let [terminate, interrupt, quit] = [SignalKind::terminate(), SignalKind::interrupt(), SignalKind::quit()];
+    Ok(([signal(terminate)?, signal(interrupt)?, signal(quit)?], signal(SignalKind::hangup())?))
 }
 
-pub(super) struct Signals {
-    terminate: Signal,
-    interrupt: Signal,
-    quit: Signal,
-    hangup: Signal,
-}
-
-impl Signals {
-    pub(super) fn new() -> io::Result<Self> {
-        Ok(Self {
-            terminate: signal(SignalKind::terminate())?,
-            interrupt: signal(SignalKind::interrupt())?,
-            quit: signal(SignalKind::quit())?,
-            hangup: signal(SignalKind::hangup())?,
-        })
-    }
-
-    pub(super) async fn next(&mut self) -> Wish {
-        tokio::select! {
-            _ = self.terminate.recv() => Wish::Stop,
-            _ = self.interrupt.recv() => Wish::Stop,
-            _ = self.quit.recv() => Wish::Stop,
-            _ = self.hangup.recv() => Wish::Reload,
-        }
+/// Returns when one of these signals has come.
+pub(super) async fn any([terminate, interrupt, quit]: &mut [Signal; 3]) {
+    tokio::select! {
+        _ = terminate.recv() => {}
+        _ = interrupt.recv() => {}
+        _ = quit.recv() => {}
     }
 }

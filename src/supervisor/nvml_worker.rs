@@ -5,7 +5,6 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
 use mps_core::terms::GpuProcess;
-use tokio::sync::watch;
 use tokio::task::JoinSet;
 
 use crate::supervisor::state_file::SharedStateFile;
@@ -27,7 +26,7 @@ const NVML_TIMEOUT: Duration = Duration::from_secs(10);
 #[derive(Debug, Clone)]
 pub(crate) struct NvmlWorker {
     /// The driver in force. None while the host has no driver: it may be installed late, or be removed.
-    driver: watch::Receiver<Option<Arc<Driver>>>,
+    driver: Arc<Mutex<Option<Arc<Driver>>>>,
     state_file: SharedStateFile,
     /// The questions that wait for NVML, by the UUID of the GPU: a GPU that does not answer must not prevent questions
     /// about other GPUs.
@@ -46,9 +45,19 @@ fn read_gpu(driver: &Driver, uuid: &str) -> GpuLook {
 }
 
 impl NvmlWorker {
-    /// Makes a worker that uses the driver in `driver`, and records the former compute modes of GPUs in `state_file`.
-    pub(crate) fn new(driver: watch::Receiver<Option<Arc<Driver>>>, state_file: SharedStateFile) -> Self {
-        Self { driver, state_file, questions: Arc::default(), changes: Arc::default() }
+    /// Makes a worker that has no driver yet, and records the former compute modes of GPUs in `state_file`.
+    pub(crate) fn new(state_file: SharedStateFile) -> Self {
+        Self { driver: Arc::default(), state_file, questions: Arc::default(), changes: Arc::default() }
+    }
+
+    /// Replaces the driver in force, for all clones of this worker.
+    pub(crate) fn use_driver(&self, driver: Option<Arc<Driver>>) {
+        *self.driver.lock().unwrap_or_else(PoisonError::into_inner) = driver;
+    }
+
+    /// The driver in force.
+    pub(crate) fn driver(&self) -> Option<Arc<Driver>> {
+        self.driver.lock().unwrap_or_else(PoisonError::into_inner).clone()
     }
 
     /// Sets the compute mode of a GPU. Returns true if the GPU had another mode.
@@ -77,7 +86,7 @@ impl NvmlWorker {
 
     /// Restores a GPU's former mode, unless the service has not changed it, or another program has changed it since.
     pub(crate) async fn put_back(&self, uuid: &str) -> Result<(), Problem> {
-        if self.driver.borrow().is_none() && self.state_file.lock().previous_compute_mode(uuid).is_none() {
+        if self.driver().is_none() && self.state_file.lock().previous_compute_mode(uuid).is_none() {
             return Ok(());
         }
         let state_file = self.state_file.clone();
@@ -201,9 +210,7 @@ impl NvmlWorker {
         uuid: &str,
         question: impl FnOnce(&Driver, &str) -> Result<T, Problem> + Send + 'static,
     ) -> Result<T, Problem> {
-        let Some(driver) = self.driver.borrow().clone() else {
-            return Err("the driver can't be reached".into());
-        };
+        let driver = self.driver().ok_or("the driver can't be reached")?;
         let threads = {
             let mut all = threads.lock().unwrap_or_else(PoisonError::into_inner);
             all.entry(uuid.to_owned()).or_insert_with(|| Blocking::new(most)).clone()
