@@ -134,21 +134,11 @@ impl Drop for FileWatch {
     }
 }
 
-/// The changes of files that one read of inotify has returned.
-#[derive(Debug, Default)]
-struct Read {
-    watches: BTreeSet<i32>,
-    /// True if the kernel has dropped changes, since there were more than it stores.
-    lost_some: bool,
-}
-
 /// Wakes the tasks whose files have changed, as long as there are watches.
 async fn pass_on(changes: FileChanges, queue: Arc<Readable>) {
     loop {
         match queue.until(read).await {
-            Ok(read) => {
-                wake(&mut changes.lock(), &read);
-            }
+            Ok(changed) => wake(&mut changes.lock(), changed.as_ref()),
             Err(error) => {
                 // Only a runtime that is shutting down returns an error here, so there is nothing left to wait for.
                 tracing::debug!("changes can't be read: {error}");
@@ -158,18 +148,23 @@ async fn pass_on(changes: FileChanges, queue: Arc<Readable>) {
     }
 }
 
-fn read(queue: BorrowedFd<'_>) -> io::Result<Read> {
+/// The watches whose files have changed. None if the kernel has dropped changes, since there were more than it stores: each
+/// file may have changed.
+fn read(queue: BorrowedFd<'_>) -> io::Result<Option<BTreeSet<i32>>> {
     let mut buffer = [MaybeUninit::uninit(); 4096];
     let mut reader = inotify::Reader::new(queue, &mut buffer);
-    let mut read = Read::default();
+    let mut changed = Some(BTreeSet::new());
     loop {
         match reader.next() {
             Ok(event) => {
-                read.watches.insert(event.wd());
-                read.lost_some |= event.events().contains(ReadFlags::QUEUE_OVERFLOW);
+                if event.events().contains(ReadFlags::QUEUE_OVERFLOW) {
+                    changed = None;
+                } else if let Some(changed) = &mut changed {
+                    changed.insert(event.wd());
+                }
                 // If the buffer is full, the rest of the changes stays in the kernel's queue until the next read.
                 if reader.is_buffer_empty() {
-                    return Ok(read);
+                    return Ok(changed);
                 }
             }
             Err(Errno::INTR) => {}
@@ -178,10 +173,11 @@ fn read(queue: BorrowedFd<'_>) -> io::Result<Read> {
     }
 }
 
-/// Wakes the tasks whose files have changed, and forgets the watches of these files, which the kernel has removed.
-fn wake(shared: &mut Shared, read: &Read) {
+/// Wakes the tasks whose files have changed, or all tasks if it is not known which files have changed. Forgets the watches of
+/// these files, which the kernel has removed.
+fn wake(shared: &mut Shared, changed: Option<&BTreeSet<i32>>) {
     shared.watches.retain(|watch, wakes| {
-        let touched = read.lost_some || read.watches.contains(watch);
+        let touched = changed.is_none_or(|changed| changed.contains(watch));
         wakes.iter().filter(|_| touched).for_each(|wake| wake.notify_one());
         !touched
     });
@@ -241,7 +237,7 @@ mod tests {
                 log.write_all(line.as_bytes()).unwrap();
             }
             while let Ok(changes) = read(queue.as_fd()) {
-                told.extend(changes.watches);
+                told.extend(changes.unwrap());
             }
         }
         assert_eq!(told.len(), 2, "{told:?}");
@@ -254,7 +250,7 @@ mod tests {
         let watch = changes.watch();
         let file = File::create(directory.path().join("log")).unwrap();
         assert!(watch.add_file(&file));
-        wake(&mut changes.lock(), &Read { lost_some: true, ..Read::default() });
+        wake(&mut changes.lock(), None);
         assert!(resolves(&watch).await);
     }
 

@@ -19,21 +19,6 @@ use super::process::Process;
 use common::host::cpus::Cpus;
 use common::host::{oom, proc};
 
-/// The arguments for the start of a control daemon.
-#[derive(Debug)]
-pub(crate) struct Launch<'a> {
-    /// The control daemon's program.
-    pub program: &'a Path,
-    pub arguments: &'a [&'a str],
-    /// The CPUs to which the control daemon is bound. None if the control daemon may run on all CPUs.
-    pub cpus: Option<Cpus>,
-    /// Variables that are added to the service's own environment. From the service's environment the MPS server needs
-    /// PATH and `LD_LIBRARY_PATH`.
-    pub environment: &'a [(&'a str, String)],
-    /// The file for the control daemon's standard output and standard error.
-    pub output: File,
-}
-
 /// Variables that must not reach the control daemon: variables of systemd and libc that are for this service, and limits of
 /// clients, which a server would apply to itself.
 const NOT_PASSED_ON: [&str; 11] = [
@@ -59,16 +44,24 @@ pub(crate) struct PausedProcess {
 
 impl PausedProcess {
     /// Starts the process in a new session. Until [`PausedProcess::go`] the process runs the service's program (see
-    /// [`become_program`]).
-    pub(crate) fn start(launch: Launch<'_>) -> io::Result<Self> {
+    /// [`become_program`]), and then `program` with `arguments`, bound to `cpus` or on all CPUs. `environment` has variables that
+    /// are added to the service's own environment, of which the MPS server needs PATH and `LD_LIBRARY_PATH`. `output` is the file
+    /// for the standard output and the standard error.
+    pub(crate) fn start(
+        program: &Path,
+        arguments: &[&str],
+        cpus: Option<Cpus>,
+        environment: &[(&str, String)],
+        output: File,
+    ) -> io::Result<Self> {
         let mut command = Command::new(proc::OWN_PROGRAM);
-        let cpus = launch.cpus.map(|cpus| cpus.to_string()).unwrap_or_default();
-        command.arg(ARGUMENT).arg(cpus).arg(launch.program).args(launch.arguments);
+        let cpus = cpus.map(|cpus| cpus.to_string()).unwrap_or_default();
+        command.arg(ARGUMENT).arg(cpus).arg(program).args(arguments);
         for name in NOT_PASSED_ON {
             command.env_remove(name);
         }
-        command.envs(launch.environment.iter().map(|(name, value)| (name, value)));
-        command.stdin(Stdio::piped()).stdout(launch.output.try_clone()?).stderr(launch.output);
+        command.envs(environment.iter().map(|(name, value)| (name, value)));
+        command.stdin(Stdio::piped()).stdout(output.try_clone()?).stderr(output);
         let mut child = command.spawn()?;
         let word = child.stdin.take().ok_or_else(|| io::Error::other("no pipe to the new process"))?;
         let pid = child.id().ok_or_else(|| io::Error::other("the new process ended at once"))?;

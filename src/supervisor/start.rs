@@ -9,7 +9,7 @@ use mps_core::serve::{self, Failure, GpuReach, Known, StartPlace, Starter, Stran
 use mps_core::{CoreTime, GpuUuid, Permit, Tenure};
 
 use crate::mps::control::{Control, ControlError};
-use crate::mps::launch::{Launch, PausedProcess};
+use crate::mps::launch::PausedProcess;
 use crate::mps::log::Follower;
 use crate::mps::process::{self, Process};
 use common::directories::{self, BadDirectory, immutable};
@@ -255,13 +255,13 @@ impl Worker {
         let begin = file.metadata().map_err(log_error)?.len();
         let log = Follower::new(file, &path, begin, &self.tools.changes);
 
-        let waiting = PausedProcess::start(Launch {
+        let waiting = PausedProcess::start(
             program,
-            arguments: &driver::control_daemon_arguments(multiuser),
-            cpus: plan.cpus,
-            environment: &environment(plan, gpus),
+            &driver::control_daemon_arguments(multiuser),
+            plan.cpus,
+            &environment(plan, gpus),
             output,
-        })
+        )
         .map_err(not_started)?;
         let running = Running {
             process: waiting.identity(),

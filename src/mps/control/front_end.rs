@@ -1,17 +1,16 @@
 //! Runs NVIDIA's front end `nvidia-cuda-mps-control` as a process that sends one command to a control daemon.
 
 use std::io::{self, PipeReader};
-use std::path::PathBuf;
 use std::process::Stdio;
-use std::sync::Arc;
 use std::time::Duration;
 
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::unix::pipe::Receiver;
 use tokio::process::Command;
-use tokio::sync::{Mutex, Semaphore};
+use tokio::sync::Mutex;
 use tokio::time::timeout;
 
+use super::Control;
 use super::error::{ControlError, name, unexpected};
 use common::host::driver::{PROTOCOL, finds_no_control_daemon};
 
@@ -30,18 +29,10 @@ const ANSWER_MAX_BYTES: usize = 1 << 20;
 /// in the order in which they came.
 pub(super) type Queue = Mutex<()>;
 
-#[derive(Debug)]
-pub(super) struct FrontEnd {
-    pub(super) program: PathBuf,
-    pub(super) pipe_directory: PathBuf,
-    pub(super) queue: Arc<Queue>,
-    pub(super) places: Arc<Semaphore>,
-}
-
-impl FrontEnd {
+impl Control {
     /// Repeats a command until the control daemon accepts it. Every local user may run a front end at the same time, so a single
     /// attempt may fail.
-    pub(super) async fn ask(&self, command: &str) -> Result<String, ControlError> {
+    pub(super) async fn send(&self, command: &str) -> Result<String, ControlError> {
         for _ in 0..SENDS {
             if let Some(answer) = self.run(command).await? {
                 return Ok(answer);

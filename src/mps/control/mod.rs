@@ -29,7 +29,7 @@ use tokio::time::timeout;
 pub(crate) use error::ControlError;
 
 use error::{name, unexpected};
-use front_end::{FrontEnd, Queue};
+use front_end::Queue;
 
 /// The deadline for one answer of a control daemon. Measured: 2 ms. A stopped control daemon never answers.
 const ANSWER_TIMEOUT: Duration = Duration::from_secs(5);
@@ -68,7 +68,7 @@ impl FrontEnds {
     pub(crate) fn control_in(&self, pipe_directory: &Path) -> Control {
         let (program, pipe_directory) = (self.program.clone(), pipe_directory.to_owned());
         let queue = self.queue(&pipe_directory);
-        Control(FrontEnd { program, pipe_directory, queue, places: Arc::clone(&self.places) })
+        Control { program, pipe_directory, queue, places: Arc::clone(&self.places) }
     }
 
     fn queue(&self, pipe_directory: &Path) -> Arc<Queue> {
@@ -84,7 +84,13 @@ impl FrontEnds {
 
 /// Asks one control daemon through its front end.
 #[derive(Debug)]
-pub(crate) struct Control(FrontEnd);
+pub(crate) struct Control {
+    program: PathBuf,
+    pipe_directory: PathBuf,
+    queue: Arc<Queue>,
+    /// Limits the number of front ends of all control daemons that run at the same time.
+    places: Arc<Semaphore>,
+}
 
 impl Control {
     /// Sends one command and returns its answer without the last newline.
@@ -102,9 +108,9 @@ impl Control {
     }
 
     async fn ask_within(&self, command: &str, patience: Duration) -> Result<String, ControlError> {
-        let _turn = self.0.queue.lock().await;
-        let _place = self.0.places.acquire().await;
-        match timeout(patience, self.0.ask(command)).await {
+        let _turn = self.queue.lock().await;
+        let _place = self.places.acquire().await;
+        match timeout(patience, self.send(command)).await {
             Ok(answer) => answer,
             Err(_) => Err(ControlError::Silent { command: name(command), after: patience }),
         }
@@ -208,12 +214,12 @@ impl Control {
     /// The PID of the process that listens in the pipe directory, see [`listener`]. Returns None while the service
     /// itself listens in the pipe directory, on the socket at which programs wait for a control daemon.
     pub(crate) fn daemon_pid(&self) -> Option<u32> {
-        listener(&self.0.pipe_directory).filter(|pid| *pid != std::process::id())
+        listener(&self.pipe_directory).filter(|pid| *pid != std::process::id())
     }
 
     /// True if it is certain that no process listens in the pipe directory.
     pub(crate) fn is_nobody(&self) -> bool {
-        matches!(connect(&self.0.pipe_directory), Err(Errno::NOENT | Errno::CONNREFUSED))
+        matches!(connect(&self.pipe_directory), Err(Errno::NOENT | Errno::CONNREFUSED))
     }
 
     /// Sets the limits of a running server's next clients, or without `server` those of servers that are started later: the
