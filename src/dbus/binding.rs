@@ -27,22 +27,19 @@ const KILL: u32 = 9;
 /// The options of a method call on the bus, by their names.
 pub(super) type CallOptions = HashMap<String, OwnedVariant>;
 
-/// The binding that a caller asks for.
-pub(super) struct BindArguments {
-    pub(super) wish: SliceWish,
-    pub(super) group: GroupOf,
-    pub(super) label: String,
-}
-
-/// The arguments of `Bind`.
-pub(super) fn wanted(names: Vec<String>, pid: u32, mut options: CallOptions) -> Result<BindArguments> {
+/// The arguments of `Bind`: the slices, the control group, and the label of the binding.
+pub(super) fn wanted(
+    names: Vec<String>,
+    pid: u32,
+    mut options: CallOptions,
+) -> Result<(SliceWish, GroupOf, String)> {
     let label: String = take(&mut options, "label")?.unwrap_or_default();
     let wish = take_wish(names, &mut options)?;
     let group = group(pid, options)?;
     if label.len() > LABEL || label.chars().any(char::is_control) {
         return Err(failed(format!("label has to have at most {LABEL} bytes, and no control characters")));
     }
-    Ok(BindArguments { wish, group, label })
+    Ok((wish, group, label))
 }
 
 /// The arguments of `TakeDevices`: the slices that a program wants.
@@ -165,10 +162,10 @@ mod tests {
         let slices = || vec!["00:06.0-1".to_owned()];
         let label = "guest train-1, container main";
         let given = options([("label", label.into()), ("share", true.into())]);
-        let binding = wanted(slices(), 7, given).unwrap();
-        assert_eq!((binding.label.as_str(), binding.wish.share, binding.wish.free), (label, true, false));
-        let binding = wanted(slices(), 7, CallOptions::new()).unwrap();
-        assert_eq!((binding.label.as_str(), binding.wish.share), ("", false));
+        let (its, _, name) = wanted(slices(), 7, given).unwrap();
+        assert_eq!((name.as_str(), its.share, its.free), (label, true, false));
+        let (its, _, name) = wanted(slices(), 7, CallOptions::new()).unwrap();
+        assert_eq!((name.as_str(), its.share), ("", false));
         assert!(wish(slices(), options([("free", true.into())])).unwrap().free);
         assert!(wish(slices(), options([("label", label.into())])).is_err());
         let long = "x".repeat(LABEL + 1);

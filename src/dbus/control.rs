@@ -113,7 +113,7 @@ impl ControlInterface {
         #[zbus(connection)] bus: &Connection,
         #[zbus(header)] call: Header<'_>,
     ) -> Result<Vec<String>> {
-        let binding::BindArguments { wish, group, label } = binding::wanted(devices, pid, options)?;
+        let (wish, group, label) = binding::wanted(devices, pid, options)?;
         self.for_root(bus, &call).await?;
         let shares = wish.share;
         let slices = self.desk.to_bind(wish).await?;

@@ -31,17 +31,6 @@ struct Admission {
     directories: FileDirectories,
 }
 
-/// The changes of links that were not logged yet.
-#[derive(Debug)]
-pub(super) struct LinkNews {
-    /// The directories in which other programs had changed the link, and the service has renewed it.
-    pub(super) renewed: BTreeSet<PathBuf>,
-    /// The messages about files that were renamed to make room for links.
-    pub(super) moved: Vec<String>,
-    /// The links that can't be removed.
-    pub(super) stuck: BTreeSet<String>,
-}
-
 fn wanted(plan: &ControlDaemonPlan, retiring: bool) -> WantedLinks<PathBuf> {
     let slices = plan
         .gpus
@@ -173,7 +162,10 @@ impl SharedAdmission {
         self.lock().links.missing().clone()
     }
 
-    pub(super) fn take_news(&self) -> LinkNews {
+    /// The changes of links that were not logged yet: the directories in which other programs had changed the link, and the
+    /// service has renewed it; the messages about files that were renamed to make room for links; and the links that can't be
+    /// removed.
+    pub(super) fn take_news(&self) -> (BTreeSet<PathBuf>, Vec<String>, BTreeSet<String>) {
         let Admission { links, directories } = &mut *self.lock();
         let ((renewed, stuck), slices_in) = (links.take_events(), links.slices_in());
         let path = |way| match way {
@@ -181,7 +173,7 @@ impl SharedAdmission {
             Way::Slice(name) => slices_in.as_ref().map(|parent| parent.join(name)),
         };
         let renewed = renewed.into_iter().filter_map(path).collect();
-        LinkNews { renewed, moved: std::mem::take(&mut directories.moved), stuck }
+        (renewed, std::mem::take(&mut directories.moved), stuck)
     }
 
     /// The directory that contains a directory for each slice. The links in the slices' directories point to the

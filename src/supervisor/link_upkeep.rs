@@ -6,7 +6,6 @@ use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
 
 use super::Worker;
-use super::admission::LinkNews;
 
 /// The most renamed files that one message names.
 const MOVED_TOLD: usize = 4;
@@ -26,7 +25,7 @@ impl Worker {
     /// Reports changes of links by other programs. `other` is the PID of a process other than the control daemon that
     /// has listened in the pipe directory.
     pub(super) fn report_links(&mut self, pipe_directory: &Path, other: Option<u32>) {
-        let LinkNews { renewed, moved, stuck } = self.admission.take_news();
+        let (renewed, moved, stuck) = self.admission.take_news();
         if let Some(again) = led_again(&renewed, pipe_directory, other) {
             self.reporter.warning(again);
         }

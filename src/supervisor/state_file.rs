@@ -11,6 +11,7 @@ use std::io;
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::SystemTime;
 
 use mps_core::bindings::Bindings;
 use mps_core::terms::{DaemonId, GpuId};
@@ -43,23 +44,14 @@ pub(crate) struct StateFile {
     directory: RuntimeDirectory,
     contents: Contents,
     written: WrittenBindings,
-    /// The stamp of the file when the service last read or wrote it. None if the state file did not exist.
-    whole: Option<Stamp>,
+    /// The [`stamp`] of the file when the service last read or wrote it. None if the state file did not exist.
+    whole: Option<(u64, u64, SystemTime)>,
 }
 
-/// The facts by which a changed or replaced file is noticed.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-struct Stamp {
-    inode: u64,
-    bytes: u64,
-    changed: (i64, i64),
-}
-
-impl Stamp {
-    fn of(file: &Path) -> Option<Self> {
-        let found = fs::symlink_metadata(file).ok()?;
-        Some(Self { inode: found.ino(), bytes: found.len(), changed: (found.mtime(), found.mtime_nsec()) })
-    }
+/// The inode, the length and the last change of a file, by which a changed or replaced file is noticed.
+fn stamp(file: &Path) -> Option<(u64, u64, SystemTime)> {
+    let found = fs::symlink_metadata(file).ok()?;
+    Some((found.ino(), found.len(), found.modified().ok()?))
 }
 
 impl StateFile {
@@ -67,7 +59,7 @@ impl StateFile {
     /// the recorded facts are lost.
     pub(crate) fn open(directory: RuntimeDirectory) -> Self {
         let file = directory.path().join(FILE);
-        let whole = Stamp::of(&file);
+        let whole = stamp(&file);
         let contents = read(&file).unwrap_or_else(|what| {
             tracing::warn!(
                 "{file}: {what}, so the service takes running control daemons for those of another program, \
@@ -199,7 +191,7 @@ impl StateFile {
 
     /// Writes the state file again if another program has changed or removed it, and returns true in this case.
     pub(crate) fn repair(&mut self) -> io::Result<bool> {
-        let found = Stamp::of(&self.directory.path().join(FILE));
+        let found = stamp(&self.directory.path().join(FILE));
         if found == self.whole || (found.is_none() && self.contents == Contents::default()) {
             return Ok(false);
         }
@@ -238,7 +230,7 @@ impl StateFile {
             tracing::warn!("{file} was a directory; renamed to {aside}", file = file.display());
         }
         whole_file::write_parts(&file, &parts)?;
-        self.whole = Stamp::of(&file);
+        self.whole = stamp(&file);
         Ok(())
     }
 }

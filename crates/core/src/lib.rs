@@ -58,9 +58,7 @@ pub use act::{Act, DaemonAct};
 pub use configured::Configured;
 pub use core::Core;
 pub use driver::DriverNews;
-pub use event::{
-    ActOutcome, CoreEvent, Demand, HeldGpus, ModeOutcome, MpsSwitch, Order, RunUse, WhyFailed,
-};
+pub use event::{ActOutcome, CoreEvent, Demand, HeldGpus, ModeOutcome, MpsSwitch, Order, RunUse, WhyFailed};
 pub use lifecycle::{Goal, HEALTHY_AGAIN, next_pause, programs_wait};
 pub use permit::{Cause, Permit};
 pub use rate_limit::RateLimit;

@@ -46,8 +46,7 @@ use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use mps_core::{
-    Act, ActOutcome, Core, CoreEvent, DaemonAct, DaemonId, Demand, Goal, ModeOutcome, Order,
-    programs_wait,
+    Act, ActOutcome, Core, CoreEvent, DaemonAct, DaemonId, Demand, Goal, ModeOutcome, Order, programs_wait,
 };
 
 use bindings::SimBindings;

@@ -38,24 +38,27 @@ impl Blocking {
 
 #[cfg(test)]
 mod tests {
+    use tokio::sync::Mutex;
+
     use super::*;
-    use std::sync::mpsc;
 
     const LONG: Duration = Duration::from_secs(60);
 
     #[tokio::test]
     async fn hanging_questions_block_only_their_own_kind() {
         let blocking = Blocking::new(2);
-        let (let_go, held) = mpsc::channel::<()>();
-        let held = Arc::new(std::sync::Mutex::new(held));
+        let hangs = Arc::new(Mutex::new(()));
+        let held = hangs.lock().await;
         for _ in 0..2 {
-            let held = Arc::clone(&held);
-            let hangs = move || held.lock().map(|held| held.recv().is_ok()).is_ok();
-            assert_eq!(blocking.ask(Duration::from_millis(1), hangs).await, None);
+            let hangs = Arc::clone(&hangs);
+            assert_eq!(
+                blocking.ask(Duration::from_millis(1), move || drop(hangs.blocking_lock())).await,
+                None
+            );
         }
         assert_eq!(blocking.ask(Duration::from_millis(1), || 7).await, None);
         assert_eq!(Blocking::new(1).ask(LONG, || 7).await, Some(7));
-        drop(let_go);
+        drop(held);
         assert_eq!(blocking.ask(LONG, || 7).await, Some(7));
     }
 }
