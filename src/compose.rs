@@ -3,8 +3,8 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 
+use crate::supervisor::Status;
 use crate::supervisor::bypass;
-use crate::supervisor::{GpuStatus, Status};
 use common::config::{Isolation, MayTerminate, Settings};
 use common::counted::counted;
 use common::drained::Drained;
@@ -15,13 +15,38 @@ use common::published::events::{Event, Events};
 use common::published::snapshot::{BoundSlice, GpuView, Snapshot, State};
 use common::published::usage::InUse;
 use common::published::usage::{GpuUse, SliceUse};
-use mps_core::HeldGpus;
 use mps_core::bindings::{Binding, Bindings};
 use mps_core::links::Way;
 use mps_core::terms::SliceId;
+use mps_core::view::{ServedGpuView, Unserved};
+use mps_core::{CoreTime, HeldGpus};
 
 /// The most bindings of a slice that the Snapshot names: the label of a binding may have hundreds of bytes.
 const NAMES: usize = 8;
+
+/// The state of all control daemons at one moment.
+#[derive(Debug)]
+pub(crate) struct Moment {
+    /// The moment, counted as the core counts its times.
+    pub now: CoreTime,
+    /// The statuses of the control daemons that should serve.
+    pub statuses: Vec<Status>,
+    /// The statuses of the control daemons that are about to end.
+    pub leaving: Vec<Status>,
+    /// The GPUs that one control daemon should serve and another control daemon still has, each with the id of the control
+    /// daemon that still has the GPU.
+    pub held: HeldGpus,
+    /// True if a control daemon starts, or gets one more GPU, as soon as a control daemon that is about to end has
+    /// left its GPUs.
+    pub starting: bool,
+}
+
+impl Moment {
+    /// True if every plan of a control daemon is in force, or the reason is known why it is not.
+    pub(crate) fn settled(&self) -> bool {
+        !self.starting && self.statuses.iter().all(|status| status.shown.settled)
+    }
+}
 
 /// Everything from which a Snapshot is made.
 #[derive(Debug)]
@@ -32,16 +57,8 @@ pub(crate) struct Parts<'a> {
     pub driver: &'a Result<String, String>,
     /// The plan in force, or the reason why there is none yet.
     pub plan: Result<&'a Plan, &'a str>,
-    /// The statuses of the control daemons that should serve.
-    pub statuses: &'a [Status],
-    /// The statuses of the control daemons that are about to end.
-    pub leaving: &'a [Status],
-    /// The GPUs that one control daemon should serve and another control daemon still has, each with the id of the control
-    /// daemon that still has the GPU.
-    pub held: &'a HeldGpus,
-    /// True if a control daemon of the plan starts as soon as a control daemon that is about to end has left its
-    /// GPUs.
-    pub starting: bool,
+    /// The control daemons.
+    pub moment: &'a Moment,
     /// The slices that an administrator has drained: they take no new clients.
     pub drained: &'a Drained,
     /// The control groups that are bound to slices.
@@ -133,13 +150,13 @@ fn listed(gpu: &GpuView) -> GpuView {
 }
 
 fn all<'a>(parts: &Parts<'a>) -> impl Iterator<Item = &'a Status> {
-    parts.statuses.iter().chain(parts.leaving)
+    parts.moment.statuses.iter().chain(&parts.moment.leaving)
 }
 
 fn gpu_view(plan: &GpuPlan, parts: &Parts<'_>) -> GpuView {
     let facts = plan.gpu.facts();
     let uuid = facts.map(|facts| facts.uuid.as_str()).unwrap_or_default();
-    let serving: Vec<(&Status, &GpuStatus)> = served(parts, uuid).collect();
+    let serving: Vec<(&Status, &ServedGpuView)> = served(parts, uuid).collect();
     let (trouble, unserved) = trouble(plan, parts, uuid);
     GpuView {
         plan: plan.clone(),
@@ -148,7 +165,7 @@ fn gpu_view(plan: &GpuPlan, parts: &Parts<'_>) -> GpuView {
         reason: trouble.unwrap_or_else(|| worth_knowing(plan, &serving)),
         compute_mode: serving
             .iter()
-            .find_map(|(_, gpu)| gpu.compute_mode)
+            .find_map(|(status, _)| status.compute_modes.get(uuid).copied())
             .or(facts.and_then(|facts| facts.state.compute_mode)),
         control_daemons: serving.iter().map(|(status, _)| status.view.id.to_string()).collect(),
         confirmed_thread_percentage: of_all(&serving, |gpu| gpu.thread_percentage),
@@ -165,8 +182,8 @@ fn gpu_view(plan: &GpuPlan, parts: &Parts<'_>) -> GpuView {
 
 /// The value that all control daemons of a GPU have confirmed. None if the control daemons have confirmed different values.
 fn of_all<T: PartialEq>(
-    serving: &[(&Status, &GpuStatus)],
-    value: impl Fn(&GpuStatus) -> Option<T>,
+    serving: &[(&Status, &ServedGpuView)],
+    value: impl Fn(&ServedGpuView) -> Option<T>,
 ) -> Option<T> {
     let mut values = serving.iter().map(|(_, gpu)| value(gpu));
     let first = values.next()??;
@@ -185,19 +202,22 @@ fn trouble(plan: &GpuPlan, parts: &Parts<'_>, uuid: &str) -> (Option<String>, BT
             let gpu = status.plan.gpus.iter().find(|gpu| gpu.uuid == uuid);
             gpu.is_some_and(|gpu| gpu.sizes.contains_key(&ordinal))
         };
-        parts.statuses.iter().find(serves).and_then(|status| Some((status, status.gpus.get(uuid)?)))
+        parts.moment.statuses.iter().find(serves)
     };
     match plan.isolation {
-        Isolation::Gpu => {
-            let serving = served(parts, uuid).next();
-            let unlinked = serving.map(|(status, _)| unlinked(plan, status)).unwrap_or_default();
-            (trouble_of(serving, uuid, parts), unlinked)
-        }
+        Isolation::Gpu => match served(parts, uuid).next() {
+            Some((status, _)) => (trouble_of(status, uuid), unlinked(plan, status)),
+            None => (Some(not_begun(uuid, parts)), BTreeMap::new()),
+        },
         Isolation::Slice => {
             let why = |ordinal| {
-                let serving = of_slice(ordinal);
-                let unlinked = || unlinked(plan, serving?.0).remove(&ordinal);
-                Some((ordinal, trouble_of(serving, uuid, parts).or_else(unlinked)?))
+                let trouble = match of_slice(ordinal) {
+                    Some(status) => {
+                        trouble_of(status, uuid).or_else(|| unlinked(plan, status).remove(&ordinal))
+                    }
+                    None => Some(not_begun(uuid, parts)),
+                };
+                Some((ordinal, trouble?))
             };
             let unserved: BTreeMap<u32, String> = (0..plan.slices()).filter_map(why).collect();
             let is_served = (0..plan.slices()).any(|ordinal| !unserved.contains_key(&ordinal));
@@ -218,26 +238,22 @@ fn needs_reset(plan: &GpuPlan, error: &str) -> String {
 }
 
 /// The reason why a control daemon does not serve a GPU as planned.
-fn trouble_of(serving: Option<(&Status, &GpuStatus)>, uuid: &str, parts: &Parts<'_>) -> Option<String> {
-    match serving {
-        None => Some(not_begun(uuid, parts)),
-        Some((_, gpu)) if !gpu.left_out.is_empty() => Some(gpu.left_out.clone()),
-        Some((_, gpu)) if gpu.server_kept_out => Some(format!(
+fn trouble_of(status: &Status, uuid: &str) -> Option<String> {
+    Some(match status.shown.unserved(uuid)? {
+        Unserved::Because(reason) => reason.to_owned(),
+        Unserved::ServerKeptOut => format!(
             "{bypassed}; end these programs: no server can start beside them",
-            bypassed = used_without_us(gpu)
-        )),
-        Some((status, _)) if !status.serving => Some(said_by(status)),
-        Some((_, gpu)) if gpu.being_set => Some("the new limits of the GPU are being set".to_owned()),
-        Some((_, gpu)) if !gpu.reason.is_empty() => Some(gpu.reason.clone()),
-        Some(_) => None,
-    }
+            bypassed = used_without_us(status, uuid).unwrap_or_default()
+        ),
+        Unserved::DaemonServesNone => said_by(status),
+        Unserved::BeingSet => "the new limits of the GPU are being set".to_owned(),
+    })
 }
 
 /// Facts about a served GPU that an administrator should know.
-fn worth_knowing(plan: &GpuPlan, serving: &[(&Status, &GpuStatus)]) -> String {
+fn worth_knowing(plan: &GpuPlan, serving: &[(&Status, &ServedGpuView)]) -> String {
     // Several control daemons of one GPU report the same bypasses, so the first report is enough.
-    let bypassed = serving.iter().find(|(_, gpu)| !gpu.bypasses.is_empty());
-    let bypassed = bypassed.map(|(_, gpu)| used_without_us(gpu));
+    let bypassed = serving.iter().find_map(|(status, _)| used_without_us(status, plan.gpu.uuid()?));
     // A full GPU is not unhealthy, since all its clients are served.
     let full = serving.iter().map(|(_, gpu)| gpu.full.clone());
     let full = full.filter(|full| !full.is_empty() && plan.isolation == Isolation::Gpu);
@@ -246,7 +262,7 @@ fn worth_knowing(plan: &GpuPlan, serving: &[(&Status, &GpuStatus)]) -> String {
 }
 
 /// The slices that are full, if each has its own control daemon: other slices of the GPU may take clients.
-fn full_slices(plan: &GpuPlan, serving: &[(&Status, &GpuStatus)]) -> BTreeMap<u32, String> {
+fn full_slices(plan: &GpuPlan, serving: &[(&Status, &ServedGpuView)]) -> BTreeMap<u32, String> {
     let full = serving.iter().filter(|(_, gpu)| plan.isolation == Isolation::Slice && !gpu.full.is_empty());
     let full =
         full.filter_map(|(status, gpu)| Some((status.view.id.only_slice()?.ordinal, gpu.full.clone())));
@@ -254,7 +270,7 @@ fn full_slices(plan: &GpuPlan, serving: &[(&Status, &GpuStatus)]) -> BTreeMap<u3
 }
 
 /// Counts all clients of a GPU. If NVML lists no clients, only their number is known, from the control daemon.
-fn in_use(parts: &Parts<'_>, uuid: &str, serving: &[(&Status, &GpuStatus)]) -> Option<InUse> {
+fn in_use(parts: &Parts<'_>, uuid: &str, serving: &[(&Status, &ServedGpuView)]) -> Option<InUse> {
     let listed = parts.uses.get(uuid).and_then(|in_use| in_use.all);
     listed.or_else(|| {
         let [(status, gpu)] = serving else { return None };
@@ -309,7 +325,9 @@ fn unlinked(plan: &GpuPlan, status: &Status) -> BTreeMap<u32, String> {
 /// True while a supervisor sets the limits of a GPU. The GPU is not served for some milliseconds while the limits are set, which
 /// is no problem to report.
 fn being_set(parts: &Parts<'_>, gpu: &GpuView) -> bool {
-    served(parts, gpu.uuid()).any(|(_, gpu)| gpu.being_set) && gpu.plan.obstacles.is_empty()
+    let is_being_set =
+        |(status, _): (&Status, _)| status.shown.unserved(gpu.uuid()) == Some(Unserved::BeingSet);
+    served(parts, gpu.uuid()).any(is_being_set) && gpu.plan.obstacles.is_empty()
 }
 
 /// Names the first GPU with a slice that is not served, or the first control daemon without a link in its pipe directory.
@@ -321,26 +339,29 @@ fn astray(parts: &Parts<'_>, gpus: &[Arc<GpuView>]) -> Option<String> {
         ))
     };
     let mut set = gpus.iter().filter(|gpu| !being_set(parts, gpu));
-    set.find_map(|gpu| gpu.unserved()).or_else(|| parts.statuses.iter().find_map(pipe))
+    set.find_map(|gpu| gpu.unserved()).or_else(|| parts.moment.statuses.iter().find_map(pipe))
 }
 
 /// The control daemons that should serve a GPU, each with its status of the GPU.
-fn served<'a>(parts: &Parts<'a>, uuid: &str) -> impl Iterator<Item = (&'a Status, &'a GpuStatus)> {
-    parts.statuses.iter().filter_map(move |status| Some((status, status.gpus.get(uuid)?)))
+fn served<'a>(parts: &Parts<'a>, uuid: &str) -> impl Iterator<Item = (&'a Status, &'a ServedGpuView)> {
+    parts.moment.statuses.iter().filter_map(move |status| Some((status, status.shown.gpus.get(uuid)?)))
 }
 
-fn used_without_us(gpu: &GpuStatus) -> String {
-    format!(
+/// Names the processes that use a GPU without a server of the control daemon. None if there is no such process.
+fn used_without_us(status: &Status, uuid: &str) -> Option<String> {
+    let mut bypasses = status.bypasses_on(uuid).peekable();
+    bypasses.peek()?;
+    Some(format!(
         "used without an MPS server of this service by {bypasses}",
-        bypasses = bypass::describe(&gpu.bypasses)
-    )
+        bypasses = bypass::describe(bypasses)
+    ))
 }
 
 /// The first GPU that programs use without an MPS server of this service.
 fn bypassed(parts: &Parts<'_>, gpus: &[Arc<GpuView>]) -> Option<String> {
     gpus.iter().find_map(|view| {
-        let (_, gpu) = served(parts, view.uuid()).find(|(_, gpu)| !gpu.bypasses.is_empty())?;
-        Some(format!("GPU {} is {}", view.plan.gpu.id(), used_without_us(gpu)))
+        let used = served(parts, view.uuid()).find_map(|(status, _)| used_without_us(status, view.uuid()))?;
+        Some(format!("GPU {} is {used}", view.plan.gpu.id()))
     })
 }
 
@@ -357,7 +378,7 @@ fn said_by(status: &Status) -> String {
 
 /// Names the control daemon that still has a GPU which another control daemon should serve.
 fn in_the_way(uuid: &str, parts: &Parts<'_>) -> Option<String> {
-    let id = parts.held.get(uuid)?;
+    let id = parts.moment.held.get(uuid)?;
     let status = all(parts).find(|status| status.view.id == *id)?;
     let reason = match status.view.reason.as_str() {
         "" => "the control daemon is ending".to_owned(),
@@ -401,7 +422,8 @@ fn state(parts: &Parts<'_>, gpus: Option<&[Arc<GpuView>]>) -> (State, String) {
     }
     if !parts.settings.enabled {
         let reason = parts.settings.why_not_enabled();
-        let staying = parts.leaving.iter().find(|status| status.view.state == ControlDaemonState::Waiting);
+        let staying =
+            parts.moment.leaving.iter().find(|status| status.view.state == ControlDaemonState::Waiting);
         let staying = staying.map(|status| format!("; {}", said_by(status))).unwrap_or_default();
         return (State::Disabled, format!("{reason}{staying}"));
     }
@@ -414,7 +436,8 @@ fn state(parts: &Parts<'_>, gpus: Option<&[Arc<GpuView>]>) -> (State, String) {
     let unserved = |gpu: &&Arc<GpuView>| !gpu.healthy && !being_set(parts, gpu);
     let bad = gpus.iter().filter(unserved).count();
     if bad == 0 {
-        let unready = parts.statuses.iter().find(|status| status.view.state != ControlDaemonState::Ready);
+        let unready =
+            parts.moment.statuses.iter().find(|status| status.view.state != ControlDaemonState::Ready);
         return match (parts.problem, unready) {
             ("", None) => {
                 match missing(parts).or_else(|| astray(parts, gpus)).or_else(|| bypassed(parts, gpus)) {
@@ -422,7 +445,9 @@ fn state(parts: &Parts<'_>, gpus: Option<&[Arc<GpuView>]>) -> (State, String) {
                     Some(reason) => (State::Degraded, reason),
                 }
             }
-            ("", Some(status)) if !status.settled && !status.serving => (State::Starting, said_by(status)),
+            ("", Some(status)) if !status.shown.settled && !status.shown.serving => {
+                (State::Starting, said_by(status))
+            }
             ("", Some(status)) => (State::Degraded, said_by(status)),
             (problem, _) => (State::Degraded, problem.to_owned()),
         };
@@ -438,7 +463,9 @@ fn state(parts: &Parts<'_>, gpus: Option<&[Arc<GpuView>]>) -> (State, String) {
     let first = first.map(|gpu| format!("{}: {}", gpu.plan.gpu.id(), why(gpu))).unwrap_or_default();
     let missing = missing(parts).map(|missing| format!("; {missing}")).unwrap_or_default();
     let reason = format!("{bad} of {all} GPUs not served; {first}{missing}", all = gpus.len());
-    if parts.starting || parts.statuses.iter().any(|status| !status.settled && !status.serving) {
+    if parts.moment.starting
+        || parts.moment.statuses.iter().any(|status| !status.shown.settled && !status.shown.serving)
+    {
         (State::Starting, reason)
     } else if bad < gpus.len() || gpus.iter().all(|gpu| goes_on_as_planned(parts, gpu.uuid())) {
         (State::Degraded, reason)
@@ -450,7 +477,8 @@ fn state(parts: &Parts<'_>, gpus: Option<&[Arc<GpuView>]>) -> (State, String) {
 /// Returns true if a GPU that is not served needs no administrator: the service waits for the clients of another control daemon,
 /// or for something that starts late; or a server recovers from a fatal GPU error.
 fn goes_on_as_planned(parts: &Parts<'_>, uuid: &str) -> bool {
-    parts.held.contains_key(uuid) || served(parts, uuid).any(|(status, _)| status.goes_on_as_planned())
+    parts.moment.held.contains_key(uuid)
+        || served(parts, uuid).any(|(status, _)| status.shown.goes_on_as_planned(parts.moment.now))
 }
 
 fn last_events(parts: &Parts<'_>) -> Events {

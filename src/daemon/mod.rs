@@ -30,7 +30,7 @@ use tokio::sync::{Notify, mpsc, watch};
 use tokio::task::yield_now;
 use tokio::time::{Instant, sleep_until};
 
-use crate::compose::{self, Parts};
+use crate::compose::{self, Moment, Parts};
 use crate::dbus::{Request, presence};
 use crate::mps::control::FrontEnds;
 use crate::mps::file_changes::FileChanges;
@@ -52,7 +52,7 @@ use common::problem::LocatedProblem;
 use common::published::events::{Event, Events};
 use common::published::snapshot::Snapshot;
 use findings::{bad_configuration, say_findings, say_what_is_new, why};
-use fleet::{Fleet, Moment};
+use fleet::Fleet;
 use host_look::HostLook;
 use kernel_limits::kernel_limits;
 use logging::{Level, last_words};
@@ -455,10 +455,7 @@ impl Daemon {
             settings: &self.settings,
             driver: &self.look.driver_version,
             plan: self.plan.as_ref().map_err(String::as_str),
-            statuses: &moment.statuses,
-            leaving: &moment.leaving,
-            held: &moment.held,
-            starting: moment.starting,
+            moment,
             drained: &drained,
             bindings: &bindings,
             to_reset: &to_reset,

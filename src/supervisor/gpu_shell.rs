@@ -2,8 +2,9 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
-use mps_core::serve::{GpuNews, GpuShell, SeenGpu, SeenGpus};
+use mps_core::serve::{GpuShell, News, SeenGpu, SeenGpus};
 use mps_core::terms::{GpuProcess, ProcessId, ServedGpu};
+use mps_core::view::DaemonView;
 use mps_core::{GpuUuid, Tenure};
 
 use crate::message::{Message, Subject};
@@ -22,7 +23,10 @@ impl GpuShell for Worker {
         let mut seen = BTreeMap::new();
         for (uuid, look) in self.tools.nvml.read_gpus(gpus.to_vec(), together).await {
             let mode = look.as_ref().ok().map(|(mode, _)| *mode);
-            self.reporter.update_gpu(&uuid, |status| status.compute_mode = mode);
+            self.reporter.update(|status| {
+                status.compute_modes.remove(&uuid);
+                status.compute_modes.extend(mode.map(|mode| (uuid.clone(), mode)));
+            });
             let look = look.map(|(mode, there)| {
                 let processes = there.map(|there| {
                     let there = self.own(there);
@@ -48,19 +52,15 @@ impl GpuShell for Worker {
     async fn take_mode(&mut self, gpu: &GpuUuid) -> Result<bool, String> {
         let served = ComputeMode::while_served(self.plan.tenure());
         let was_needed = self.tools.nvml.take(gpu, served).await?;
-        self.reporter.update_gpu(gpu, |status| status.compute_mode = Some(served));
+        self.reporter.update(|status| _ = status.compute_modes.insert(gpu.clone(), served));
         Ok(was_needed)
-    }
-
-    fn show_left_out(&mut self, gpu: &GpuUuid, why: String) {
-        self.reporter.update_gpu(gpu, |status| status.left_out = why);
     }
 
     fn process(&self, pid: u32) -> Option<ProcessId> {
         identity::read(pid).ok()
     }
 
-    fn show_bypasses(&mut self, gpu: &GpuUuid, bypasses: &BTreeSet<ProcessId>, server_is_kept_out: bool) {
+    fn bypasses_are(&mut self, gpu: &GpuUuid, bypasses: &BTreeSet<ProcessId>) {
         let memory_of = |pid| {
             let there = self.processes.get(gpu).into_iter().flatten();
             there.filter(|process| process.pid == pid).find_map(|process| process.memory_mib)
@@ -72,8 +72,7 @@ impl GpuShell for Worker {
             Some(Bypass { gpu_uuid: gpu.clone(), process, command, memory_mib, owner })
         };
         let now: Vec<Bypass> = bypasses.iter().filter_map(bypass).collect();
-        let before = self.reporter.status().gpus.get(gpu).map(|gpu| gpu.bypasses.clone());
-        let before = before.unwrap_or_default();
+        let before: Vec<Bypass> = self.reporter.status().bypasses_on(gpu).cloned().collect();
         let missing_in = |list: &[Bypass], bypass: &Bypass| !list.iter().any(|one| one.is(bypass));
         let come: Vec<&Bypass> = now.iter().filter(|bypass| missing_in(&before, bypass)).collect();
         let gone: Vec<&Bypass> = before.iter().filter(|bypass| missing_in(&now, bypass)).collect();
@@ -93,22 +92,34 @@ impl GpuShell for Worker {
                 "GPU {name} is no longer used without an MPS server of this service by {who}"
             ));
         }
-        self.reporter.update_gpu(gpu, |gpu| {
-            gpu.server_kept_out = server_is_kept_out;
-            // The bypasses are replaced only if some have come or ended. If a change of the memory of a bypass counted too,
-            // each health check would publish a new status.
-            if is_news {
-                gpu.bypasses = now;
-            }
-        });
+        // The bypasses are replaced only if some have come or ended. If a change of the memory of a bypass counted too, each health
+        // check would publish a new status.
+        if is_news {
+            self.reporter.update(|status| {
+                status.bypasses.retain(|bypass| bypass.gpu_uuid != *gpu);
+                status.bypasses.extend(now);
+            });
+        }
     }
 
-    fn tell_of_gpu(&mut self, gpu: &GpuUuid, news: GpuNews, text: String) {
+    fn show(&mut self, change: impl FnOnce(&mut DaemonView)) {
+        self.reporter.show(change);
+    }
+
+    fn tell(&mut self, news: News, text: String) {
+        let of_server = |server| Subject { server: Some(server), ..Subject::default() };
         match news {
-            GpuNews::Event => self.reporter.event(text),
-            GpuNews::Warning => self.reporter.warning(text),
-            GpuNews::Unreachable => {
-                self.reporter.report(Message::GpuUnreachable, Subject::gpu(gpu), text);
+            News::Event => self.reporter.event(text),
+            News::Warning => self.reporter.warning(text),
+            News::GpuUnreachable { gpu } => {
+                self.reporter.report(Message::GpuUnreachable, Subject::gpu(&gpu), text);
+            }
+            News::ServerFault { server } => {
+                self.reporter.update(|status| status.view.faults += 1);
+                self.reporter.report(Message::ServerFault, of_server(server), text);
+            }
+            News::ServerFailed { server } => {
+                self.reporter.report(Message::ServerFailed, of_server(server), text);
             }
         }
     }

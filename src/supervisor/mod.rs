@@ -27,10 +27,11 @@ pub(crate) use common::directories::give_up_private_directory;
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::PathBuf;
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, SystemTime};
 
 use mps_core::serve::{Ended, Failure, GpuReach, Known, Requested, Serving, Wanted};
 use mps_core::terms::GpuProcess;
+use mps_core::view::{ControlDaemonState, PlannedWait};
 use mps_core::{ActOutcome, CoreEvent, DaemonAct, Goal, HeldGpus, RateLimit};
 use tokio::sync::{Notify, mpsc, oneshot};
 use tokio::task::yield_now;
@@ -46,14 +47,13 @@ use crate::supervisor::wake_ups::GpuWakeUps;
 use common::host::cpus::Cpus;
 use common::plan::ControlDaemonPlan;
 use common::problem::Problem;
-use common::published::control_daemon::ControlDaemonState;
 use common::state_file::Running;
 
 use admission::SharedAdmission;
 use daemon_run::DaemonRun;
 use shell::RunShell;
-pub(crate) use status::{GpuStatus, Status};
-use status::{PlannedWait, Reporter};
+use status::Reporter;
+pub(crate) use status::Status;
 pub(crate) use supervisor_handle::SupervisorHandle;
 
 /// The name of the control daemon's program in every driver package.
@@ -240,7 +240,7 @@ impl Machine {
             Ended::Again => Ok(ActOutcome::Again),
             Ended::Stopped => {
                 self.worker.end_run(&mut self.run, None);
-                self.worker.reporter.update(|status| status.settled = false);
+                self.worker.reporter.show(|view| view.settled = false);
                 Ok(ActOutcome::Ended)
             }
         }
@@ -315,7 +315,7 @@ impl Worker {
 
     fn take_order(&mut self, plan: ControlDaemonPlan, goal: Goal, held: HeldGpus) {
         // If the new order has the same plan, the status stays as it is: nothing changes for clients.
-        self.reporter.update(|status| status.take(&plan));
+        self.reporter.update(|status| status.take(&plan, SystemTime::now()));
         (self.plan, self.goal, self.held) = (plan, goal, held);
         let plan = &mut self.plan;
         let Some(private) = give_up_private_directory(plan) else { return };

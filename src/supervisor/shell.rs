@@ -6,16 +6,15 @@ use std::time::Duration;
 
 use mps_core::mps::{Client, ClientPids, Inspection, Limits};
 use mps_core::serve::{
-    ClientsOnGpus, Failure, GpuNews, GpuReach, GpuShell, News, Occurrence, Requested, Said, SeenGpus, Shell,
-    Showing,
+    ClientsOnGpus, Failure, GpuReach, GpuShell, News, Occurrence, Requested, Said, SeenGpus, Shell,
 };
 use mps_core::terms::ProcessId;
+use mps_core::view::DaemonView;
 use mps_core::{CoreTime, GpuUuid, Permit, Tenure};
 use tokio::sync::mpsc;
 use tokio::time::{sleep, sleep_until};
 use tracing::level_filters::LevelFilter;
 
-use crate::message::{Message, Subject};
 use crate::mps::log::Line;
 use crate::mps::process;
 use common::directories;
@@ -60,20 +59,20 @@ impl GpuShell for RunShell<'_> {
         self.worker.take_mode(gpu).await
     }
 
-    fn show_left_out(&mut self, gpu: &GpuUuid, why: String) {
-        self.worker.show_left_out(gpu, why);
-    }
-
     fn process(&self, pid: u32) -> Option<ProcessId> {
         self.worker.process(pid)
     }
 
-    fn show_bypasses(&mut self, gpu: &GpuUuid, bypasses: &BTreeSet<ProcessId>, server_is_kept_out: bool) {
-        self.worker.show_bypasses(gpu, bypasses, server_is_kept_out);
+    fn bypasses_are(&mut self, gpu: &GpuUuid, bypasses: &BTreeSet<ProcessId>) {
+        self.worker.bypasses_are(gpu, bypasses);
     }
 
-    fn tell_of_gpu(&mut self, gpu: &GpuUuid, news: GpuNews, text: String) {
-        self.worker.tell_of_gpu(gpu, news, text);
+    fn show(&mut self, change: impl FnOnce(&mut DaemonView)) {
+        self.worker.show(change);
+    }
+
+    fn tell(&mut self, news: News, text: String) {
+        self.worker.tell(news, text);
     }
 }
 
@@ -405,27 +404,6 @@ impl Shell for RunShell<'_> {
 
     fn passed(&self, step: &'static str, text: &str) {
         tracing::debug!(step, "{text}");
-    }
-
-    fn tell(&mut self, news: News, text: String) {
-        let reporter = &self.worker.reporter;
-        let of_server = |server| Subject { server: Some(server), ..Subject::default() };
-        match news {
-            News::Event => reporter.event(text),
-            News::Warning => reporter.warning(text),
-            News::ServerFault { server } => {
-                reporter.update(|status| status.view.faults += 1);
-                reporter.report(Message::ServerFault, of_server(server), text);
-            }
-            News::ServerFailed { server } => {
-                reporter.report(Message::ServerFailed, of_server(server), text);
-            }
-        }
-    }
-
-    fn show(&mut self, shown: Showing) {
-        let multiuser = self.run.running.multiuser;
-        self.worker.reporter.show(shown, &self.run.running.gpus, multiuser);
     }
 
     fn tell_hit(&mut self, server: u32, ordinal: usize, clients: Vec<u32>) {

@@ -6,6 +6,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use mps_core::serve::{self, Failure, GpuReach, Known, StartPlace, Starter, Stranger, WantedUsers};
+use mps_core::view::ControlDaemonState;
 use mps_core::{CoreTime, GpuUuid, Permit, Tenure};
 
 use crate::mps::control::{Control, ControlError};
@@ -16,7 +17,6 @@ use common::directories::{self, BadDirectory, immutable};
 use common::host::{driver, systemd};
 use common::plan::ControlDaemonPlan;
 use common::problem::Problem;
-use common::published::control_daemon::ControlDaemonState;
 use common::state_file::Running;
 
 use super::daemon_run::DaemonRun;
@@ -67,7 +67,7 @@ impl Machine {
 
     /// Starts a control daemon for the order.
     pub(super) async fn start(&mut self) -> Result<(), Failure> {
-        self.worker.reporter.enter(ControlDaemonState::Starting, false, "");
+        self.worker.reporter.show(|view| view.enter(ControlDaemonState::Starting, false, ""));
         let (plan, wanted) = (&self.worker.plan, self.worker.wanted());
         let has_other_ways = plan.slice_directories.is_some() || plan.private_directory.is_some();
         let users = WantedUsers {
@@ -183,10 +183,6 @@ impl Starter for StartShell<'_> {
 
     fn passed(&self, step: &'static str, text: &str) {
         tracing::debug!(step, "{text}");
-    }
-
-    fn tell(&mut self, text: String) {
-        self.worker.reporter.event(text);
     }
 }
 

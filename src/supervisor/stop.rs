@@ -3,15 +3,13 @@
 use std::time::Duration;
 
 use mps_core::serve::{Failure, Judged, Known, tried_again};
+use mps_core::view::{ControlDaemonState, PlannedWait};
 use mps_core::{ActOutcome, Cause, Goal, Permit, RunUse, WhyFailed, programs_wait};
 
-use tokio::time::Instant;
-
 use crate::message::{Message, Subject};
-use common::published::control_daemon::ControlDaemonState;
 
 use super::daemon_run::DaemonRun;
-use super::{Failing, Machine, PlannedWait, Worker};
+use super::{Failing, Machine, Worker};
 
 impl Machine {
     /// Takes note of a failure, and returns its meaning for the core.
@@ -24,7 +22,7 @@ impl Machine {
         };
         let waits = match &failure {
             Failure::InUse(_) => Some(PlannedWait::ForOthers),
-            Failure::NotYet(_) => Some(PlannedWait::NotReady(Instant::now())),
+            Failure::NotYet(_) => Some(PlannedWait::NotReady(self.worker.tools.begun.elapsed())),
             _ => None,
         };
         let is_waiting = waits.is_some() || matches!(failure, Failure::Waiting(_));
@@ -93,13 +91,13 @@ impl Machine {
             let text = format!("{reason}; {}", tried_again(pause));
             reporter.report(message, Subject::default(), text);
         }
-        reporter.enter_failing(state, &reason, waits);
+        reporter.show(|view| view.enter_failing(state, &reason, waits));
     }
 
     /// Ends the control daemon that runs.
     pub(super) async fn end(&mut self, may_end: Permit) -> ActOutcome {
         if let Goal::Stop(_) = self.worker.goal {
-            self.worker.reporter.enter(ControlDaemonState::Stopping, false, "");
+            self.worker.reporter.show(|view| view.enter(ControlDaemonState::Stopping, false, ""));
         }
         let Some(mut serving) = self.serving() else { return ActOutcome::Ended };
         if let Err(lives) = serving.end(may_end).await {

@@ -2,6 +2,7 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
+use std::time::SystemTime;
 
 use mps_core::serve::{GpuReach, Requested};
 use mps_core::{CoreEvent, DaemonAct, Goal, HeldGpus, Order};
@@ -19,6 +20,8 @@ use super::{Answer, LINES, Machine, Tools, Worker};
 #[derive(Debug)]
 pub(crate) struct SupervisorHandle {
     plan: ControlDaemonPlan,
+    /// The moment since which `plan` holds.
+    since: SystemTime,
     /// Held by the act that runs; further acts wait in the order in which they came.
     machine: Arc<Mutex<Machine>>,
     /// The queue of the core.
@@ -61,8 +64,8 @@ impl SupervisorHandle {
         };
         let reach = GpuReach::default();
         let machine = Machine { worker, reach, run: None, failing: None, requests: requested };
-        let (plan, machine) = (plan.clone(), Arc::new(Mutex::new(machine)));
-        Self { plan, machine, events, interrupt: None, status, front_ends, requests, admission }
+        let (plan, machine, since) = (plan.clone(), Arc::new(Mutex::new(machine)), SystemTime::now());
+        Self { plan, since, machine, events, interrupt: None, status, front_ends, requests, admission }
     }
 
     /// Has the supervisor carry out an act, after the act that is running.
@@ -101,7 +104,10 @@ impl SupervisorHandle {
             // next service takes over need their links.
             Goal::Stop(_) | Goal::Leave => {}
         }
-        self.plan.clone_from(plan);
+        if self.plan != *plan {
+            self.since = SystemTime::now();
+            self.plan.clone_from(plan);
+        }
     }
 
     /// Lets other users change and remove the directories of the links: the control daemon has no supervisor any
@@ -113,7 +119,7 @@ impl SupervisorHandle {
     /// The present status. The status is about the last plan, even if the supervisor has not taken that plan yet.
     pub(crate) fn status(&self) -> Status {
         let mut status = self.status.borrow().clone();
-        status.take(&self.plan);
+        status.take(&self.plan, self.since);
         status.missing_links = self.admission.missing();
         status
     }

@@ -40,7 +40,7 @@ pub(crate) async fn list(statuses: &[Status], tools: &Tools) -> Vec<ClientView> 
         processes = find_processes(statuses, tools).await.0;
         clients = clients_on(&processes, &bypasses, tools);
     }
-    let waiting = statuses.iter().flat_map(|status| &status.waiting).copied();
+    let waiting = statuses.iter().flat_map(|status| &status.shown.waiting).copied();
     // A process that has waited for a server may be a client of a server by now, or may have ended.
     let waits = |process: &ProcessId| {
         !clients.iter().any(|(client, _)| client.pid == process.pid) && identity::runs(*process)
@@ -76,7 +76,7 @@ pub(crate) async fn list(statuses: &[Status], tools: &Tools) -> Vec<ClientView> 
 
 /// The bypasses that the health checks have found.
 fn told(statuses: &[Status]) -> impl Iterator<Item = &Bypass> {
-    statuses.iter().flat_map(|status| status.gpus.values()).flat_map(|gpu| &gpu.bypasses)
+    statuses.iter().flat_map(|status| &status.bypasses)
 }
 
 /// Asks NVML for the processes on the GPUs of the control daemons and of their plans, and finds the bypasses among
@@ -95,9 +95,9 @@ async fn find_processes(statuses: &[Status], tools: &Tools) -> (ProcessesByGpu, 
             // A control daemon of the service must run for bypasses to be searched: otherwise a foreign control daemon may
             // serve the GPUs, and its clients are no bypasses.
             if status.view.pid.is_some() {
-                searched.extend(status.gpus.keys().cloned().chain(own.unwrap_or_default()));
+                searched.extend(status.shown.gpus.keys().cloned().chain(own.unwrap_or_default()));
             }
-            gpus.extend(status.gpus.keys().cloned());
+            gpus.extend(status.shown.gpus.keys().cloned());
         }
     }
     let looks = tools.nvml.read_gpus(gpus.into_iter().collect(), true).await.into_iter();

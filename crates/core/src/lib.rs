@@ -25,6 +25,7 @@
 //! | `tenants/` | the end of clients' work on request and for a budget |
 //! | `register/` | who the clients are, with which slices |
 //! | `rate_limit.rs` | how often a message is repeated |
+//! | `view.rs` | the view of a control daemon, which the service publishes |
 //! | `mps.rs` | the words of control daemons |
 //! | `modes.rs` | the compute modes that are put back |
 //! | `driver.rs` | the driver in force, and how readings of the host change it |
@@ -53,6 +54,7 @@ pub mod register;
 pub mod serve;
 pub mod tenants;
 pub mod terms;
+pub mod view;
 
 pub use act::{Act, DaemonAct};
 pub use configured::Configured;

@@ -59,7 +59,7 @@ impl Fleet {
 
     /// The control daemons that `apply --force` ends, to make the changes that wait for the end of clients.
     pub(crate) fn ended_by_force(&self) -> Vec<DaemonId> {
-        self.doomed(|id| self.status(id).is_some_and(|status| status.ends_when_idle))
+        self.doomed(|id| self.status(id).is_some_and(|status| status.shown.ends_when_idle))
     }
 
     fn doomed(&self, ends: impl Fn(&DaemonId) -> bool) -> Vec<DaemonId> {
@@ -79,7 +79,9 @@ impl Fleet {
                 let control = self.tools.front_ends.control_in(running.control_directory());
                 asked.spawn(ask_for_clients(id.clone(), running.process.pid, control, clients.clone()));
             }
-            pids.extend(status.into_iter().flat_map(|status| status.waiting).map(|process| process.pid));
+            pids.extend(
+                status.into_iter().flat_map(|status| status.shown.waiting).map(|process| process.pid),
+            );
             gpus.extend(running.gpus);
         }
         asked.join_all().await;

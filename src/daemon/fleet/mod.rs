@@ -9,14 +9,15 @@ use std::path::PathBuf;
 use std::sync::Arc;
 
 use mps_core::terms::{DaemonId, ServedGpu};
-use mps_core::{CoreEvent, Demand, Goal, HeldGpus, MpsSwitch, Order, Tenure};
+use mps_core::{CoreEvent, Demand, Goal, MpsSwitch, Order, Tenure};
 use tokio::task::{JoinHandle, JoinSet};
 
+use crate::compose::Moment;
 use crate::dbus::Reply;
 use crate::mps::process;
 use crate::register::Clients;
 use crate::supervisor::admission::close_unsupervised;
-use crate::supervisor::{Status, SupervisorHandle, Tools};
+use crate::supervisor::{SupervisorHandle, Tools};
 use common::bus::error::RequestError;
 use common::config::{Settings, Supervision};
 use common::plan::{self, Configured, Plan};
@@ -37,28 +38,6 @@ pub(super) struct Fleet {
     forced: Vec<JoinHandle<()>>,
     /// The directory of the host agent's records.
     servers_path: PathBuf,
-}
-
-/// The state of all control daemons at one moment.
-#[derive(Debug)]
-pub(super) struct Moment {
-    /// The statuses of the control daemons that should serve.
-    pub(super) statuses: Vec<Status>,
-    /// The statuses of the control daemons that are about to end.
-    pub(super) leaving: Vec<Status>,
-    /// The GPUs that one control daemon should serve and another control daemon still has, each with the id of the control
-    /// daemon that still has the GPU.
-    pub(super) held: HeldGpus,
-    /// True if a control daemon starts, or gets one more GPU, as soon as a control daemon that is about to end has
-    /// left its GPUs.
-    pub(super) starting: bool,
-}
-
-impl Moment {
-    /// True if every plan of a control daemon is in force, or the reason is known why it is not.
-    pub(super) fn settled(&self) -> bool {
-        !self.starting && self.statuses.iter().all(|status| status.settled)
-    }
 }
 
 impl Fleet {
@@ -131,13 +110,22 @@ impl Fleet {
     }
 
     pub(super) fn at_this_moment(&self) -> Moment {
-        let statuses = self.ask_those(|goal| goal == Goal::Serve, SupervisorHandle::status);
-        let leaving = self.ask_those(|goal| goal != Goal::Serve, SupervisorHandle::status);
         let Conducted { core, supervisors, .. } = &*self.conductor.lock();
+        let (mut statuses, mut leaving, mut under_way) = (Vec::new(), Vec::new(), BTreeSet::new());
+        for (id, supervisor) in supervisors {
+            let status = supervisor.status();
+            if !status.shown.put_off {
+                under_way.insert(id);
+            }
+            match core.goal(id) {
+                Some(Goal::Serve) => statuses.push(status),
+                Some(_) => leaving.push(status),
+                None => {}
+            }
+        }
         // A control daemon that has no supervisor yet counts as put off: its start waits for the next plan.
-        let is_put_off =
-            |id: &DaemonId| supervisors.get(id).is_none_or(|supervisor| supervisor.status().put_off);
-        Moment { statuses, leaving, held: core.kept(), starting: core.is_starting(is_put_off) }
+        let starting = core.is_starting(|id| !under_way.contains(id));
+        Moment { now: self.tools.begun.elapsed(), statuses, leaving, held: core.kept(), starting }
     }
 
     /// Asks the question to each supervisor whose control daemon has a wanted goal.
@@ -164,7 +152,7 @@ impl Fleet {
     /// Reports a critical error of a GPU to the supervisor of its control daemon.
     pub(super) fn met_xid(&self, uuid: &str, xid: u64) {
         self.ask_all(|supervisor| {
-            if supervisor.status().gpus.contains_key(uuid) {
+            if supervisor.status().shown.gpus.contains_key(uuid) {
                 supervisor.met_xid(xid);
             }
         });

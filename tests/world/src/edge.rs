@@ -8,9 +8,7 @@ use std::task::Poll;
 use std::time::Duration;
 
 use mps_core::mps::{Client, ClientPids, Inspection, Limits, ServerStatus};
-use mps_core::serve::{
-    ClientsOnGpus, Failure, GpuReach, News, Occurrence, Requested, Said, Shell, Showing, ShownAs,
-};
+use mps_core::serve::{ClientsOnGpus, Failure, GpuReach, Occurrence, Requested, Said, Shell};
 use mps_core::{CoreTime, DaemonId, Permit, Tenure};
 
 use super::answers::{difference, inspect, listed, read_line, setting};
@@ -135,10 +133,28 @@ impl SimShell {
 
     /// The promise limits-are-in-force: while the service shows a control daemon as ready, the control daemon has the
     /// limits of its order, unless another program has just changed these limits.
-    fn check_limits_are_in_force(&self, mps: &Mps) {
-        if mps.reader.is_ready() && mps.taken_by.is_none() {
+    pub(crate) fn check_limits_are_in_force(&self, mps: &Mps) {
+        if mps.reader.is_ready() && mps.reader.view.settled && mps.taken_by.is_none() {
             let differing = mps.differing(self.setting, false);
             assert!(differing.is_none(), "limits-are-in-force: {} is ready, and {differing:?}", mps.pid);
+        }
+    }
+
+    /// The promise the-view-is-true: a control daemon has each GPU on which it is shown as serving, with the limits of its
+    /// order, unless something has happened that the service can't know yet.
+    pub(crate) fn check_the_view_is_true(&self, mps: &Mps) {
+        if mps.taken_by.is_some() || mps.has_news() {
+            return;
+        }
+        let served = self.gpus.iter().filter(|gpu| mps.reader.view.unserved(gpu).is_none());
+        for gpu in served {
+            let ordinal = mps.gpus.iter().position(|one| one == gpu);
+            let ordinal = ordinal.unwrap_or_else(|| {
+                panic!("the-view-is-true: {} is shown as serving {gpu}, and has not got it", mps.pid)
+            });
+            let of_gpu = |one: Setting| (one.percentage, one.mib[ordinal]);
+            let differing = mps.differing_in(of_gpu, self.setting, false);
+            assert!(differing.is_none(), "the-view-is-true: {gpu} is shown as served, and {differing:?}");
         }
     }
 
@@ -171,7 +187,7 @@ impl SimShell {
 /// The promise what-is-ready-takes-clients: no server of a control daemon that is shown as ready has a fatal GPU error
 /// that the log has reported. If the driver does not report the status of servers, this promise counts only once the
 /// log has named the clients that the error has hit.
-fn check_what_is_ready_takes_clients(mps: &Mps) {
+pub(crate) fn check_what_is_ready_takes_clients(mps: &Mps) {
     let reader = &mps.reader;
     let was_read = |line: usize| (reader.quiet_until..reader.position).contains(&line);
     let is_known = |one: &SimServer| {
@@ -559,51 +575,6 @@ impl Shell for SimShell {
 
     fn passed(&self, step: &'static str, _: &str) {
         self.lock().stage.steps.push(step);
-    }
-
-    fn tell(&mut self, news: News, text: String) {
-        let mut mps = self.lock();
-        match news {
-            News::Event => mps.tell(format_args!(""), &text),
-            News::Warning => mps.tell(format_args!("warning: "), &text),
-            News::ServerFault { server } => mps.tell(format_args!("fault of {server}: "), &text),
-            News::ServerFailed { server } => mps.tell(format_args!("failure of {server}: "), &text),
-        }
-    }
-
-    fn show(&mut self, shown: Showing) {
-        let mut mps = self.lock();
-        let reader = &mut mps.reader;
-        match shown {
-            Showing::State { state, ends_when_idle } => {
-                reader.ends_when_idle = ends_when_idle;
-                let is_over = state.as_ref().is_some_and(|state| state.state != ShownAs::Faulted);
-                if state.as_ref().is_some_and(|state| state.settled) {
-                    reader.being_set.clear();
-                }
-                if state.is_some() && state != reader.state {
-                    reader.news += 1;
-                    reader.state = state;
-                    self.check_limits_are_in_force(&mps);
-                    check_what_is_ready_takes_clients(&mps);
-                }
-                if is_over {
-                    mps.fault_is_over();
-                }
-            }
-            Showing::Servers { alive, gpus } => {
-                reader.news += usize::from(alive != reader.servers);
-                (reader.servers, reader.gpus) = (alive, gpus);
-            }
-            Showing::InForce { thread_percentage } => reader.in_force = Some(thread_percentage),
-            Showing::PutOff => {
-                reader.being_set.clear();
-                mps.note(format_args!("put off"));
-            }
-            Showing::WaitingClients(waiting) => {
-                mps.stage.waiting = waiting.into_iter().map(|process| process.pid).collect();
-            }
-        }
     }
 
     fn tell_hit(&mut self, server: u32, ordinal: usize, clients: Vec<u32>) {

@@ -2,10 +2,11 @@
 
 use std::collections::BTreeSet;
 
-use mps_core::serve::{GpuNews, GpuShell, SeenGpu, SeenGpus};
+use mps_core::serve::{GpuShell, News, SeenGpu, SeenGpus};
 use mps_core::terms::{GpuProcess, ProcessId};
+use mps_core::view::{ControlDaemonState, DaemonView};
 
-use super::edge::SimShell;
+use super::edge::{SimShell, check_what_is_ready_takes_clients};
 
 impl GpuShell for SimShell {
     async fn read_gpus(&mut self, gpus: &[String], together: bool) -> Option<SeenGpus> {
@@ -72,15 +73,6 @@ impl GpuShell for SimShell {
         if is_ours { Ok(!was_ours) } else { Err("the mode of before can't be written down".to_owned()) }
     }
 
-    fn show_left_out(&mut self, gpu: &String, why: String) {
-        let left_out = &mut self.lock().reader.left_out;
-        if why.is_empty() {
-            left_out.remove(gpu);
-        } else {
-            left_out.insert(gpu.clone(), why);
-        }
-    }
-
     fn process(&self, pid: u32) -> Option<ProcessId> {
         let mps = self.lock();
         if mps.stage.is_on {
@@ -92,21 +84,40 @@ impl GpuShell for SimShell {
 
     /// The promise ours-are-no-strangers: the service reports none of its own servers and clients as a program that
     /// bypasses MPS.
-    fn show_bypasses(&mut self, gpu: &String, bypasses: &BTreeSet<ProcessId>, server_is_kept_out: bool) {
+    fn bypasses_are(&mut self, gpu: &String, bypasses: &BTreeSet<ProcessId>) {
         let stage = &mut self.lock().stage;
         let is_others =
             |process: &ProcessId| stage.processes.values().flatten().any(|one| one.pid == process.pid);
         assert!(bypasses.iter().all(is_others), "ours-are-no-strangers: {bypasses:?} on {gpu}");
-        stage.bypasses.insert(gpu.clone(), (bypasses.clone(), server_is_kept_out));
+        stage.bypasses.insert(gpu.clone(), bypasses.clone());
     }
 
-    fn tell_of_gpu(&mut self, _: &String, news: GpuNews, text: String) {
-        let kind = match news {
-            GpuNews::Event => "",
-            GpuNews::Warning => "warning: ",
-            GpuNews::Unreachable => "unreachable: ",
-        };
-        self.lock().tell(format_args!("{kind}"), &text);
+    fn show(&mut self, change: impl FnOnce(&mut DaemonView)) {
+        let mut mps = self.lock();
+        let before = mps.reader.view.clone();
+        change(&mut mps.reader.view);
+        let view = &mps.reader.view;
+        if *view != before {
+            mps.reader.news += 1;
+            self.check_limits_are_in_force(&mps);
+            self.check_the_view_is_true(&mps);
+            check_what_is_ready_takes_clients(&mps);
+        }
+        let is_faulted = |view: &DaemonView| view.state == ControlDaemonState::Faulted;
+        if is_faulted(&before) && !is_faulted(&mps.reader.view) {
+            mps.fault_is_over();
+        }
+    }
+
+    fn tell(&mut self, news: News, text: String) {
+        let mut mps = self.lock();
+        match news {
+            News::Event => mps.tell(format_args!(""), &text),
+            News::Warning => mps.tell(format_args!("warning: "), &text),
+            News::GpuUnreachable { .. } => mps.tell(format_args!("unreachable: "), &text),
+            News::ServerFault { server } => mps.tell(format_args!("fault of {server}: "), &text),
+            News::ServerFailed { server } => mps.tell(format_args!("failure of {server}: "), &text),
+        }
     }
 }
 

@@ -1,12 +1,13 @@
 //! All facts that a service knows, publishes and reports about one control daemon that the service watches. The
 //! service's knowledge about a control daemon is lost when the service ends.
 
-use std::collections::{BTreeMap, BTreeSet, VecDeque};
+use std::collections::{BTreeSet, VecDeque};
 use std::fmt;
 use std::time::Duration;
 
 use mps_core::Order;
-use mps_core::serve::{Requested, ShownAs, ShownGpu, ShownState};
+use mps_core::serve::Requested;
+use mps_core::view::{ControlDaemonState, DaemonView};
 
 use super::mps::{Hit, Mps};
 use super::register::SimRegister;
@@ -51,18 +52,10 @@ pub struct Reader {
     /// True if the last request that the service has taken was to make a change by force.
     pub(crate) is_forced: bool,
     pub(crate) waits: Waits,
-    pub state: Option<ShownState>,
-    pub ends_when_idle: bool,
-    pub servers: Vec<u32>,
-    pub gpus: BTreeMap<String, ShownGpu>,
-    /// The thread percentage that the service publishes as in force.
-    pub in_force: Option<u8>,
+    /// The view of the control daemon that the service publishes.
+    pub view: DaemonView,
     /// The last order that the service has given the control daemon: its payload and its GPUs.
     pub(crate) order: Option<(u32, Vec<String>)>,
-    /// The GPUs for which the service publishes that the limits of the order are not in force yet.
-    pub(crate) being_set: BTreeSet<String>,
-    /// The GPUs that the service publishes as left out, each with the reason.
-    pub left_out: BTreeMap<String, String>,
     /// The number of facts that the service has reported or published.
     pub(crate) news: usize,
     /// The messages that the service has logged.
@@ -100,30 +93,25 @@ impl Reader {
     }
 
     pub(crate) fn is_ready(&self) -> bool {
-        self.state.as_ref().is_some_and(|state| state.state == ShownAs::Ready && state.serving)
+        self.view.state == ControlDaemonState::Ready && self.view.serving
     }
 
     /// The service gives the control daemon an order.
     pub(crate) fn takes(&mut self, order: &Order<u32>) {
         let before = self.order.replace((order.payload, order.gpus.clone()));
-        let Some((payload, gpus)) = before.filter(|_| self.state.as_ref().is_some_and(|state| state.serving))
-        else {
+        if self.order == before {
             return;
-        };
+        }
+        let (payload, gpus) = before.unwrap_or_default();
         let is_new = |gpu: &&String| payload != order.payload || !gpus.contains(*gpu);
-        self.being_set.extend(order.gpus.iter().filter(is_new).cloned());
+        let to_be_set = order.gpus.iter().filter(is_new).cloned().collect();
+        self.view.take_order(order.gpus.iter().cloned(), true, &to_be_set);
     }
 
     /// True if the service publishes that a program which comes to a GPU now is served with the limits of this order.
     pub(crate) fn shows_as_served(&self, gpu: &str, order: &Order<u32>) -> bool {
-        let has_taken = |(payload, gpus): &(u32, Vec<String>)| {
-            *payload == order.payload && gpus.iter().any(|one| one == gpu)
-        };
-        self.state.as_ref().is_some_and(|state| state.serving)
-            && self.order.as_ref().is_some_and(has_taken)
-            && !self.being_set.contains(gpu)
-            && !self.left_out.contains_key(gpu)
-            && self.gpus.get(gpu).is_none_or(|shown| shown.reason.is_empty())
+        self.order.as_ref().is_some_and(|(payload, _)| *payload == order.payload)
+            && self.view.unserved(gpu).is_none()
     }
 }
 

@@ -7,7 +7,8 @@ use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use mps_core::mps::ServerStatus;
-use mps_core::serve::{Requested, ShownAs};
+use mps_core::serve::Requested;
+use mps_core::view::ControlDaemonState;
 use mps_core::{Configured, DaemonId, Demand, Goal, MpsSwitch, Order};
 
 use super::admin::nothing;
@@ -226,7 +227,7 @@ impl Script {
     }
 
     fn any_force(&self) -> Option<Deed> {
-        let waits = |mps: &Mps| mps.reader.state.as_ref().is_some_and(|one| one.state == ShownAs::Waiting);
+        let waits = |mps: &Mps| mps.reader.view.state == ControlDaemonState::Waiting;
         self.world.daemons.values().any(|one| waits(&one.lock())).then_some(Deed::Force)
     }
 
@@ -420,11 +421,11 @@ impl World {
             ids.insert(pid, id.to_string());
             let gpus = one.gpus.iter().map(|name| gpu(name)).collect();
             let mps = one.lock();
-            let shown = self.service.as_ref().and(mps.reader.state.as_ref());
-            let published = shown.map(|shown| (state_in_words(shown.state), mps.reader.servers.len()));
+            let view = self.service.as_ref().map(|_| &mps.reader.view);
+            let published = view.map(|view| (format!("{:?}", view.state).to_lowercase(), view.servers.len()));
             seen.daemons.insert(id.to_string(), SeenDaemon { gpus, published });
             let is_to_serve = self.service.as_ref().is_some_and(|one| one.core.goal(id) == Some(Goal::Serve));
-            if shown.is_some_and(|shown| shown.serving) && is_to_serve {
+            if view.is_some_and(|view| view.serving) && is_to_serve {
                 seen.served.extend(self.served_by(id, &mps));
             }
         }
@@ -440,23 +441,9 @@ impl World {
     /// percentage in force.
     fn served_by(&self, id: &DaemonId, mps: &Mps) -> Vec<(&'static str, u8)> {
         let order = self.service.as_ref().and_then(|service| service.core.order(id));
-        let reader = &mps.reader;
-        let is_well = |gpu: &&String| {
-            let is_as_planned = reader.gpus.get(*gpu).is_none_or(|shown| shown.reason.is_empty());
-            !reader.left_out.contains_key(*gpu) && is_as_planned
-        };
-        let served = order.into_iter().flat_map(|order| &order.gpus).filter(is_well);
-        served.filter_map(|name| Some((gpu(name), reader.in_force?))).collect()
+        let view = &mps.reader.view;
+        let served = order.into_iter().flat_map(|order| &order.gpus);
+        let served = served.filter(|gpu| view.unserved(gpu).is_none());
+        served.filter_map(|name| Some((gpu(name), view.gpus.get(name)?.thread_percentage?))).collect()
     }
-}
-
-fn state_in_words(state: ShownAs) -> String {
-    match state {
-        ShownAs::Starting => "starting",
-        ShownAs::Ready => "ready",
-        ShownAs::Faulted => "faulted",
-        ShownAs::Backoff => "backoff",
-        ShownAs::Waiting => "waiting",
-    }
-    .to_owned()
 }

@@ -177,7 +177,11 @@ impl World {
         let mps = Arc::clone(&one.mps);
         let (gpus, multiuser) = {
             let mut mps = mps.lock().unwrap();
-            mps.reader = Reader::new(mps.read_until);
+            let new = Reader::new(mps.read_until);
+            let before = std::mem::replace(&mut mps.reader, new);
+            if has_just_started {
+                (mps.reader.view, mps.reader.order) = (before.view, before.order);
+            }
             (mps.gpus.clone(), !mps.serves_one_user)
         };
         let known = Rc::new(RefCell::new(Known::new(gpus, multiuser, has_just_started, self.now)));

@@ -105,8 +105,6 @@ impl Starter for SimStarter {
     fn has_ended(&mut self) {}
 
     fn passed(&self, _: &'static str, _: &str) {}
-
-    fn tell(&mut self, _: String) {}
 }
 
 impl World {
@@ -118,6 +116,7 @@ impl World {
         mps.is_calm = self.is_calm;
         mps.refuses_multiuser = self.refuses_multiuser;
         mps.ways = Some(Arc::clone(&self.ways));
+        mps.reader.takes(&task.order);
         let mps = Arc::new(Mutex::new(mps));
         let gpus = task.order.gpus.clone();
         let setting = setting_of(&mps_core::Order { gpus: gpus.clone(), ..task.order.clone() }, &gpus);

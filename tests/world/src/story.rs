@@ -12,9 +12,10 @@ use std::time::Duration;
 use mps_core::DaemonId;
 use mps_core::bindings::Bindings;
 use mps_core::mps::{Meaning, ServerStatus};
-use mps_core::serve::{Ended, Failure, GpuReach, Known, Requested, Serving, ShownState, Wanted};
+use mps_core::serve::{Ended, Failure, GpuReach, Known, Requested, Serving, Wanted};
 use mps_core::tenants::Target;
 use mps_core::terms::{GpuProcess, ProcessId, ServedGpu};
+use mps_core::view::DaemonView;
 
 use super::Dice;
 use super::budgets::Program;
@@ -91,10 +92,8 @@ pub struct Stage {
     /// The questions and acts of the service, each with its time.
     pub calls: Vec<(Duration, String)>,
     pub steps: Vec<&'static str>,
-    pub waiting: Vec<u32>,
-    /// The programs without MPS that the service publishes for each GPU, and true if they prevent a server from
-    /// opening the GPU.
-    pub bypasses: BTreeMap<String, (BTreeSet<ProcessId>, bool)>,
+    /// The programs without MPS that the service reports for each GPU.
+    pub bypasses: BTreeMap<String, BTreeSet<ProcessId>>,
     pub answered: Vec<Result<(), String>>,
 }
 
@@ -351,6 +350,7 @@ impl Story {
         mps.with_our_mode = gpus.iter().cloned().collect();
         (mps.is_calm, mps.listens_at, mps.before_children) = (true, Duration::ZERO, SERVER - 1);
         mps.stage.is_on = true;
+        mps.reader.view = DaemonView::new(gpus.iter().cloned());
         let admission = SimAdmission::new(&DaemonId::Shared, &gpus);
         let (mps, id, setting) = (Arc::new(Mutex::new(mps)), DaemonId::Shared, setting(&wanted, &gpus));
         let shell = SimShell { mps, id, gpus, setting, admission };
@@ -391,6 +391,8 @@ impl Story {
     pub fn break_off(&mut self, change: impl FnOnce(&mut Wanted)) {
         self.act = None;
         change(&mut self.wanted);
+        let gpus = self.wanted.gpus.iter().map(|gpu| gpu.uuid.clone());
+        self.host().reader.view.take_order(gpus, true, &BTreeSet::new());
     }
 
     /// Runs another act of the service about the control daemon, and returns the result of the act.
@@ -431,9 +433,7 @@ impl Story {
     /// The state of the control daemon that the service publishes, in words.
     pub fn shown(&self) -> String {
         let host = self.host();
-        let Some(ShownState { state, serving, reason, .. }) = &host.reader.state else {
-            return "nothing".to_owned();
-        };
+        let DaemonView { state, serving, reason, .. } = &host.reader.view;
         let serves = if *serving { "serving" } else { "not serving" };
         format!("{state:?}, {serves}: {reason}").trim_end_matches(": ").to_owned()
     }

@@ -150,9 +150,8 @@ impl World {
         for watched in self.service.iter().flat_map(|service| service.watched.values()) {
             let mps = &mut *watched.mps.lock().unwrap();
             let (now, reader) = (mps.now, &mut mps.reader);
-            let is_asked_for =
-                reader.state.as_ref().is_some_and(|state| state.reason.contains("apply --force"));
-            if is_asked_for && reader.ends_when_idle && reader.requests.is_empty() {
+            let is_asked_for = reader.view.reason.contains("apply --force");
+            if is_asked_for && reader.view.ends_when_idle && reader.requests.is_empty() {
                 reader.requests.push_back((now, Requested::Apply { force: true }));
             }
         }
@@ -199,7 +198,7 @@ impl World {
                     && mps.differing(setting, true).is_none()
                     && (mps.serves_one_user || !mps.servers.is_empty())
                     && mps.servers.values().all(is_well)
-                    && !gpus.iter().any(|gpu| mps.reader.left_out.contains_key(gpu))
+                    && gpus.iter().all(|gpu| mps.reader.shows_as_served(gpu, order))
             })
     }
 }

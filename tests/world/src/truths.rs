@@ -14,6 +14,9 @@
 //!   just changed them
 //! * what-is-ready-takes-clients: no server of a control daemon that is shown as ready has a fatal GPU error that
 //!   the log has told of
+//! * the-view-is-true: a control daemon that is shown as serving a GPU has the GPU, with the limits of its order, unless
+//!   something has happened that the service can't know yet
+//! * the-view-settles: on a host without events nothing in the view of a control daemon changes
 //! * who-was-hit-is-told: each client that was hit by a fatal GPU error is reported once, and no other client
 //! * everybody-is-known: a client has its tenant and its slice from its first line in the log until its end was told,
 //!   in all that names it, and is never taken for another that had its PID; the register has the clients of each
@@ -283,13 +286,13 @@ impl World {
         self.look_if_due();
     }
 
-    /// The promise an-idle-host-is-quiet: on a host without events the service makes only its regular health checks,
+    /// The promises an-idle-host-is-quiet and the-view-settles: on a host without events the service makes only its regular health checks,
     /// and reports nothing. The first health check without events may still make corrections.
     fn check_an_idle_host_is_quiet(&mut self) {
         let counts = |world: &Self| {
             let count = |one: &super::ControlDaemon| {
                 let mps = one.lock();
-                (mps.pid, mps.reader.questions.len(), mps.reader.news)
+                (mps.pid, mps.reader.questions.len(), mps.reader.news, mps.reader.view.clone())
             };
             world.daemons.values().map(count).collect::<Vec<_>>()
         };
@@ -297,7 +300,8 @@ impl World {
         let (before, acts) = (counts(self), self.acts);
         self.idle_for(QUIET);
         assert_eq!(self.acts, acts, "an-idle-host-is-quiet: the core has something to do");
-        for ((pid, questions, news), (_, more, newer)) in before.into_iter().zip(counts(self)) {
+        for ((pid, questions, news, view), (_, more, newer, later)) in before.into_iter().zip(counts(self)) {
+            assert_eq!(later, view, "the-view-settles: of {pid}");
             let reader = |read: fn(&super::reader::Reader) -> String| {
                 self.daemons.get(&pid).map(|one| read(&one.lock().reader)).unwrap_or_default()
             };

@@ -4,26 +4,9 @@ use std::path::PathBuf;
 use std::time::SystemTime;
 
 use mps_core::terms::DaemonId;
+pub use mps_core::view::ControlDaemonState;
 
 use crate::host::cpus::Cpus;
-
-/// The state of one control daemon. The variant's name in lower case is the word for the state on D-Bus.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, strum::Display, strum::EnumString, strum::VariantNames)]
-#[strum(serialize_all = "snake_case")]
-pub enum ControlDaemonState {
-    /// The control daemon is being started and configured.
-    Starting,
-    /// The control daemon serves clients. The limits of the control daemon are confirmed as far as the driver allows.
-    Ready,
-    /// A server of the control daemon has met a fatal GPU error, from which it has not recovered yet.
-    Faulted,
-    /// The control daemon has died or could not be started. The service tries to start the control daemon again after a pause.
-    Backoff,
-    /// Something outside of the control daemon must change before the control daemon can serve. The published reason names the
-    /// thing that must change.
-    Waiting,
-    Stopping,
-}
 
 #[derive(Debug, Clone, PartialEq)]
 pub struct ControlDaemonView {

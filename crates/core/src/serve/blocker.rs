@@ -9,6 +9,7 @@ use core::mem;
 
 use super::fault::Fault;
 use crate::CoreTime;
+use crate::view::{ControlDaemonState, DaemonView};
 
 /// After this number of checks in a row without an answer, a control daemon counts as hung.
 const MISSES: u32 = 5;
@@ -230,46 +231,65 @@ impl Blockers {
         Some(self.describe(blocker.cleared_by()))
     }
 
-    /// The state to show for a running control daemon. None if the shown state stays.
-    pub(super) fn shown(&self, progress: Progress) -> Option<ShownState> {
+    /// Shows the state of a running control daemon. While the control daemon is on its way to its order, the shown state stays.
+    /// `clients_unknown` is the reason why the service does not know if the control daemon has clients.
+    pub(super) fn show(&self, view: &mut DaemonView, progress: Progress, clients_unknown: Option<&str>) {
         let Progress { configured, in_place, leads, retiring } = progress;
+        (view.ends_when_idle, view.retiring) = (self.ends_when_idle(), retiring);
         let ended = if retiring { "ended" } else { "restarted" };
         let gravest = self.0.first();
         let (state, then) = match gravest {
-            None if !configured => return None,
-            None => (ShownAs::Ready, String::new()),
-            Some(Blocker::Faulted(_)) => (ShownAs::Faulted, String::new()),
-            Some(Blocker::ServerEnded { .. }) => (ShownAs::Backoff, String::new()),
+            None if !configured => return,
+            None => (ControlDaemonState::Ready, String::new()),
+            Some(Blocker::Faulted(_)) => (ControlDaemonState::Faulted, String::new()),
+            Some(Blocker::ServerEnded { .. }) => (ControlDaemonState::Backoff, String::new()),
             Some(
                 Blocker::PlaceTaken(_)
                 | Blocker::DirectoryGone(_)
                 | Blocker::BadDirectory(_)
                 | Blocker::Hung { .. },
-            ) => (ShownAs::Waiting, format!("; the control daemon is {ended} when its clients have ended")),
+            ) => (
+                ControlDaemonState::Waiting,
+                format!("; the control daemon is {ended} when its clients have ended"),
+            ),
             Some(Blocker::Silent { .. }) => {
                 let then = format!(
                     "; the service keeps asking, and the control daemon is {ended} if it stays silent and \
                      has no clients"
                 );
-                (ShownAs::Waiting, then)
+                (ControlDaemonState::Waiting, then)
             }
             Some(Blocker::Misfit(_)) => {
                 let then =
                     if retiring { " and ends" } else { ", for which the control daemon has to restart" };
                 let force = "`yunion-mpsctl apply --force` ends the clients";
-                (ShownAs::Waiting, format!("{then} when its clients have ended; {force}"))
+                (ControlDaemonState::Waiting, format!("{then} when its clients have ended; {force}"))
             }
         };
+        let why = gravest.map(|gravest| self.describe(gravest.cleared_by())).unwrap_or_default();
+        let unknown = clients_unknown.map(|why| {
+            format!(
+                "; the clients of the control daemon are not known ({why}), and `yunion-mpsctl apply \
+                 --force` ends the control daemon with its clients"
+            )
+        });
+        let unknown = unknown.unwrap_or_default();
         // A control daemon with a misfit still serves its clients, until a check finds that it has none.
         let misfit = matches!(gravest, Some(Blocker::Misfit(_)));
-        let serving = configured && in_place && leads && (misfit || gravest.is_none());
-        if configured && !leads && !retiring && (misfit || gravest.is_none()) {
-            let why = gravest.map(|gravest| self.describe(gravest.cleared_by()) + ": ").unwrap_or_default();
-            let reason = format!("{why}the control daemon is about to restart, and new programs wait");
-            return Some(ShownState { state: ShownAs::Starting, serving: false, settled: false, reason });
+        let may_serve = configured && (misfit || gravest.is_none());
+        if may_serve && !leads && !retiring {
+            let why = if why.is_empty() { why } else { why + ": " };
+            let reason =
+                format!("{why}the control daemon is about to restart, and new programs wait{unknown}");
+            view.settled = false;
+            return view.pass_through(ControlDaemonState::Starting, false, &reason);
         }
-        let reason = gravest.map(|gravest| self.describe(gravest.cleared_by())).unwrap_or_default() + &then;
-        Some(ShownState { state, serving, settled: !misfit, reason })
+        let (serving, reason) = (may_serve && in_place && leads, why + &then + &unknown);
+        if misfit {
+            view.pass_through(state, serving, &reason);
+        } else {
+            view.enter(state, serving, &reason);
+        }
     }
 }
 
@@ -286,34 +306,6 @@ pub(super) struct Progress {
     pub(super) leads: bool,
     /// True if the control daemon ends once it has no clients.
     pub(super) retiring: bool,
-}
-
-/// The word for the state of a running control daemon.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum ShownAs {
-    /// The control daemon is about to be started again.
-    Starting,
-    /// The control daemon serves clients.
-    Ready,
-    /// The server has met a fatal GPU error.
-    Faulted,
-    /// The server has ended; another one starts after a pause.
-    Backoff,
-    /// Something outside of the control daemon must change before the control daemon can serve.
-    Waiting,
-}
-
-/// The state of a control daemon as the service publishes it.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub struct ShownState {
-    /// The state.
-    pub state: ShownAs,
-    /// True if a client that comes now is served as planned.
-    pub serving: bool,
-    /// True if the state stays until something happens. False if the service is just changing the state.
-    pub settled: bool,
-    /// The reason why the control daemon is in this state, in words; empty if it is ready.
-    pub reason: String,
 }
 
 #[cfg(test)]
@@ -348,6 +340,13 @@ mod tests {
 
     fn server_ended() -> Blocker {
         Blocker::ServerEnded { reason: "server 9 has ended".to_owned(), revive_at: NOW }
+    }
+
+    /// The view of a control daemon with these blockers. Its state is `Stopping` if the blockers do not change the state.
+    fn view(blockers: &Blockers, progress: Progress) -> DaemonView {
+        let mut view = DaemonView { state: ControlDaemonState::Stopping, ..DaemonView::default() };
+        blockers.show(&mut view, progress, None);
+        view
     }
 
     fn all_of(blockers: impl IntoIterator<Item = Blocker>) -> Blockers {
@@ -407,7 +406,7 @@ mod tests {
         let bad = |name: &str| Blocker::BadDirectory(format!("{name}: mode 0700"));
         let mut all = all_of([bad("/a"), misfit(), bad("/b"), bad("/a")]);
         let progress = Progress { configured: true, in_place: true, leads: true, retiring: false };
-        let reason = all.shown(progress).unwrap().reason;
+        let reason = view(&all, progress).reason;
         assert!(
             reason.starts_with("/a: mode 0700; /b: mode 0700; the control daemon is restarted"),
             "{reason}"
@@ -431,50 +430,38 @@ mod tests {
 
     #[test]
     fn what_is_shown_is_the_gravest() {
-        use ShownAs::{Backoff, Faulted, Ready, Waiting};
+        use ControlDaemonState::{Backoff, Faulted, Ready, Waiting};
         let taken = Blocker::PlaceTaken(7);
         let table: [(Vec<Blocker>, _, bool, bool, &str); 11] = [
-            (vec![], Some(Ready), true, true, ""),
-            (vec![misfit()], Some(Waiting), true, false, "for which the control daemon has to restart"),
-            (vec![misfit(), server_ended()], Some(Backoff), false, true, "server 9 has ended"),
-            (vec![silent(1), server_ended()], Some(Waiting), false, true, "the service keeps asking"),
+            (vec![], Ready, true, true, ""),
+            (vec![misfit()], Waiting, true, false, "for which the control daemon has to restart"),
+            (vec![misfit(), server_ended()], Backoff, false, true, "server 9 has ended"),
+            (vec![silent(1), server_ended()], Waiting, false, true, "the service keeps asking"),
             (
                 vec![hung(5)],
-                Some(Waiting),
+                Waiting,
                 false,
                 true,
                 "no answer, 5 times in a row; the control daemon is restarted",
             ),
-            (vec![taken], Some(Waiting), false, true, "another control daemon (PID 7) has taken"),
-            (vec![directory_gone()], Some(Waiting), false, true, "was removed or replaced (gone)"),
+            (vec![taken], Waiting, false, true, "another control daemon (PID 7) has taken"),
+            (vec![directory_gone()], Waiting, false, true, "was removed or replaced (gone)"),
             (
                 vec![bad_directory(), misfit()],
-                Some(Waiting),
+                Waiting,
                 false,
                 true,
                 "mode 0700; the control daemon is restarted",
             ),
-            (vec![Blocker::Faulted(Fault::new(9, NOW))], Some(Faulted), false, true, "server 9 met a fatal"),
-            (
-                vec![Blocker::Faulted(Fault::new(9, NOW)), silent(1)],
-                Some(Faulted),
-                false,
-                true,
-                "server 9 met",
-            ),
-            (
-                vec![Blocker::Faulted(Fault::new(9, NOW)), misfit()],
-                Some(Faulted),
-                false,
-                true,
-                "server 9 met",
-            ),
+            (vec![Blocker::Faulted(Fault::new(9, NOW))], Faulted, false, true, "server 9 met a fatal"),
+            (vec![Blocker::Faulted(Fault::new(9, NOW)), silent(1)], Faulted, false, true, "server 9 met"),
+            (vec![Blocker::Faulted(Fault::new(9, NOW)), misfit()], Faulted, false, true, "server 9 met"),
         ];
         for (blockers, state, serving, settled, words) in table {
             let row = format!("{blockers:?}");
             let progress = Progress { configured: true, in_place: true, leads: true, retiring: false };
-            let shown = all_of(blockers).shown(progress).unwrap();
-            assert_eq!((Some(shown.state), shown.serving, shown.settled), (state, serving, settled), "{row}");
+            let shown = view(&all_of(blockers), progress);
+            assert_eq!((shown.state, shown.serving, shown.settled), (state, serving, settled), "{row}");
             assert!(shown.reason.contains(words), "{row}: {}", shown.reason);
         }
     }
@@ -483,17 +470,21 @@ mod tests {
     fn progress_decides_who_is_served() {
         let progress =
             |configured, in_place, retiring| Progress { configured, in_place, leads: true, retiring };
-        assert_eq!(all_of([]).shown(progress(false, true, false)), None, "it is on its way");
-        let ready = all_of([]).shown(progress(true, true, false)).unwrap();
+        let on_its_way = view(&all_of([]), progress(false, true, false));
+        assert_eq!(on_its_way.state, ControlDaemonState::Stopping, "the state stays");
+        let ready = view(&all_of([]), progress(true, true, false));
         assert!(ready.serving && ready.reason.is_empty());
-        assert!(!all_of([]).shown(progress(true, false, false)).unwrap().serving);
-        assert!(!all_of([misfit()]).shown(progress(true, false, false)).unwrap().serving);
+        assert!(!view(&all_of([]), progress(true, false, false)).serving);
+        assert!(!view(&all_of([misfit()]), progress(true, false, false)).serving);
         let closed = Progress { leads: false, ..progress(true, true, false) };
-        let closed = all_of([misfit()]).shown(closed).unwrap();
-        assert_eq!((closed.state, closed.serving, closed.settled), (ShownAs::Starting, false, false));
-        let retiring = all_of([misfit()]).shown(progress(true, true, true)).unwrap().reason;
+        let closed = view(&all_of([misfit()]), closed);
+        assert_eq!(
+            (closed.state, closed.serving, closed.settled),
+            (ControlDaemonState::Starting, false, false)
+        );
+        let retiring = view(&all_of([misfit()]), progress(true, true, true)).reason;
         assert!(retiring.starts_with("it has other GPUs and ends when its clients have ended"), "{retiring}");
-        let retiring = all_of([hung(5)]).shown(progress(true, true, true)).unwrap().reason;
+        let retiring = view(&all_of([hung(5)]), progress(true, true, true)).reason;
         assert!(retiring.ends_with("the control daemon is ended when its clients have ended"), "{retiring}");
     }
 
@@ -523,7 +514,7 @@ mod tests {
             let (debug, by, ends) = (format!("{blocker:?}"), blocker.cleared_by(), blocker.ends_when_idle());
             let name = debug.split(|c: char| !c.is_ascii_alphabetic()).next().unwrap();
             let progress = Progress { configured: true, in_place: true, leads: true, retiring: false };
-            let state = format!("{:?}", all_of([blocker]).shown(progress).unwrap().state).to_lowercase();
+            let state = format!("{:?}", view(&all_of([blocker]), progress).state).to_lowercase();
             let row = format!("| `{name}` | `{by:?}` | {state} | {} | ", if ends { "yes" } else { "no" });
             let found = rows.next().unwrap_or_default();
             assert!(found.starts_with(&row), "{found}: {row}");

@@ -8,7 +8,7 @@ use alloc::string::String;
 use super::blocker::{Blocker, Change, ClearedBy, Progress};
 use super::door::Door;
 use super::gpus::{ProcessesOnGpus, clients_among};
-use super::shell::{Failure, News, Shell, Showing, ShownGpu};
+use super::shell::{Failure, News, Shell};
 use super::{Ended, Serving};
 use crate::GpuUuid;
 use crate::mps::{Client, ServerStatus};
@@ -201,23 +201,21 @@ impl<S: Shell> Serving<'_, S> {
             .filter(|(_, server)| server.has_written(&limits))
             .and_then(|(pid, server)| Some(format!("server {pid}: {}", server.differs_from(&limits)?)));
         let confirmed = newest.map(|(_, server)| server.memory_bytes.clone()).unwrap_or_default();
-        let shown = |uuid: &GpuUuid| {
-            let ordinal = run.gpus.iter().position(|served| served == uuid);
-            let reason = match (ordinal, &difference) {
-                (None, _) => "the control daemon gets this GPU when it restarts".to_owned(),
-                (Some(_), Some(difference)) => difference.clone(),
-                (Some(_), None) => String::new(),
-            };
-            let bytes = ordinal.and_then(|ordinal| confirmed.get(&ordinal));
-            ShownGpu {
-                memory_limit_mib: bytes.map(|bytes| bytes >> 20),
-                reason,
-                full: run.capacity.full(uuid),
-                unlisted_clients: run.capacity.unlisted(uuid),
+        self.shell.show(|view| {
+            view.servers.clone_from(&alive);
+            for (uuid, gpu) in &mut view.gpus {
+                let ordinal = run.gpus.iter().position(|served| served == uuid);
+                gpu.reason = match (ordinal, &difference) {
+                    (None, _) => "the control daemon gets this GPU when it restarts".to_owned(),
+                    (Some(_), Some(difference)) => difference.clone(),
+                    (Some(_), None) => String::new(),
+                };
+                let bytes = ordinal.and_then(|ordinal| confirmed.get(&ordinal));
+                gpu.memory_limit_mib = bytes.map(|bytes| bytes >> 20);
+                gpu.full = run.capacity.full(uuid);
+                gpu.unlisted_clients = run.capacity.unlisted(uuid);
             }
-        };
-        let gpus = self.wanted.gpus.iter().map(|gpu| (gpu.uuid.clone(), shown(&gpu.uuid))).collect();
-        self.shell.show(Showing::Servers { alive, gpus });
+        });
         difference.is_some()
     }
 
@@ -230,17 +228,9 @@ impl<S: Shell> Serving<'_, S> {
             leads: matches!(run.door, Door::Open | Door::Opened),
             retiring: self.wanted.retiring,
         };
-        let ends_when_idle = run.blockers.ends_when_idle();
-        if !ends_when_idle {
+        if !run.blockers.ends_when_idle() {
             run.clients_unknown = None;
         }
-        let mut state = run.blockers.shown(progress);
-        if let (Some(shown), Some(why)) = (&mut state, &run.clients_unknown) {
-            shown.reason.push_str(&format!(
-                "; the clients of the control daemon are not known ({why}), and `yunion-mpsctl apply \
-                 --force` ends the control daemon with its clients"
-            ));
-        }
-        self.shell.show(Showing::State { state, ends_when_idle });
+        self.shell.show(|view| run.blockers.show(view, progress, run.clients_unknown.as_deref()));
     }
 }

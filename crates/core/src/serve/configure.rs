@@ -9,7 +9,7 @@ use super::Serving;
 use super::blocker::{Blocker, ClearedBy};
 use super::limits::{LIMITS_TIMEOUT, TAKES_LIMITS};
 use super::servers::{SERVER_PAUSE, SERVER_TIMEOUT};
-use super::shell::{Failure, News, Shell, Showing};
+use super::shell::{Failure, News, Shell};
 use crate::mps::Limits;
 
 /// The longest time that a new control daemon has until it listens. Measured: 20 ms.
@@ -66,7 +66,13 @@ impl<S: Shell> Serving<'_, S> {
             return Ok(());
         }
         self.shell.passed("limits", "limits are confirmed");
-        self.shell.show(Showing::InForce { thread_percentage: limits.thread_percentage });
+        let run = &*self.run;
+        self.shell.show(|view| {
+            view.multiuser = Some(run.multiuser);
+            for (uuid, gpu) in &mut view.gpus {
+                gpu.thread_percentage = run.gpus.contains(uuid).then_some(limits.thread_percentage);
+            }
+        });
         self.run.configured = true;
         // The first look for programs without MPS happens at once: programs may have used a GPU before the control daemon
         // started.

@@ -8,7 +8,9 @@ use core::mem::discriminant;
 
 use super::Wanted;
 use super::bypasses::Bypasses;
+use super::shell::News;
 use crate::terms::{GpuProcess, ProcessId};
+use crate::view::{DaemonView, ServedGpuView};
 use crate::{CoreTime, DaemonId, GpuUuid, Tenure};
 
 /// The answers of NVML about GPUs, by UUID. An error is NVML's reason why it can't read the GPU.
@@ -26,17 +28,6 @@ pub struct SeenGpu {
 /// The processes on each GPU, by UUID, as NVML has last listed them.
 pub(super) type ProcessesOnGpus = BTreeMap<GpuUuid, Vec<GpuProcess>>;
 
-/// The kind of a message about a GPU.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum GpuNews {
-    /// An ordinary event.
-    Event,
-    /// An administrator may have to act.
-    Warning,
-    /// NVML can't reach the GPU.
-    Unreachable,
-}
-
 /// The questions and acts about GPUs that the core needs.
 pub trait GpuShell: Send {
     /// Asks NVML about each of these GPUs. All questions to NVML run on one thread, unless a GPU is known to hang. None if the
@@ -50,18 +41,18 @@ pub trait GpuShell: Send {
     /// Records the compute mode of a GPU, and sets the service's compute mode. Returns true if the GPU had another mode.
     fn take_mode(&mut self, gpu: &GpuUuid) -> impl Future<Output = Result<bool, String>> + Send;
 
-    /// Shows the reason why a GPU is left out, in words. An empty text means that the GPU is not left out.
-    fn show_left_out(&mut self, gpu: &GpuUuid, why: String);
-
     /// The process that has this PID now. None if no process has this PID.
     fn process(&self, pid: u32) -> Option<ProcessId>;
 
-    /// Shows the processes that use a GPU without a server of the control daemon, and if they prevent the start of a server.
-    /// Reports processes that are new, and processes that have ended.
-    fn show_bypasses(&mut self, gpu: &GpuUuid, bypasses: &BTreeSet<ProcessId>, server_is_kept_out: bool);
+    /// Records the processes that use a GPU without a server of the control daemon. Reports processes that are new, and processes
+    /// that have ended.
+    fn bypasses_are(&mut self, gpu: &GpuUuid, bypasses: &BTreeSet<ProcessId>);
 
-    /// Writes a message about a GPU.
-    fn tell_of_gpu(&mut self, gpu: &GpuUuid, news: GpuNews, text: String);
+    /// Changes the view of the control daemon, which the service publishes.
+    fn show(&mut self, change: impl FnOnce(&mut DaemonView));
+
+    /// Writes a message about the control daemon or one of its GPUs.
+    fn tell(&mut self, news: News, text: String);
 }
 
 /// The reason why a GPU of an order is left out: the control daemon does not serve it for now.
@@ -171,7 +162,7 @@ impl GpuReach {
 
     /// Leaves a GPU out for the reason `why`. If `why` is None, takes the GPU in again.
     fn leave_out(&mut self, shell: &mut impl GpuShell, wanted: &Wanted, gpu: &GpuUuid, why: Option<LeftOut>) {
-        shell.show_left_out(gpu, why.as_ref().map(LeftOut::describe).unwrap_or_default());
+        show_gpu(shell, gpu, |gpu| gpu.left_out = why.as_ref().map(LeftOut::describe).unwrap_or_default());
         let has_changed = self.left_out.get(gpu).map(discriminant) != why.as_ref().map(discriminant);
         let before = match why {
             Some(why) => self.left_out.insert(gpu.clone(), why),
@@ -184,24 +175,24 @@ impl GpuReach {
         let (news, text) = match (before, self.left_out.get(gpu)) {
             (_, Some(why)) => {
                 let news = match why {
-                    LeftOut::Unreachable(_) => GpuNews::Unreachable,
-                    LeftOut::ModeRefused(_) => GpuNews::Warning,
-                    LeftOut::InOtherHands(_) => GpuNews::Event,
+                    LeftOut::Unreachable(_) => News::GpuUnreachable { gpu: gpu.clone() },
+                    LeftOut::ModeRefused(_) => News::Warning,
+                    LeftOut::InOtherHands(_) => News::Event,
                 };
                 (news, format!("GPU {name}: {}", why.describe()))
             }
             (Some(LeftOut::Unreachable(_)), None) => {
-                (GpuNews::Event, format!("GPU {name} can be reached again"))
+                (News::Event, format!("GPU {name} can be reached again"))
             }
             (Some(LeftOut::ModeRefused(_)), None) => {
-                (GpuNews::Event, format!("the compute mode of GPU {name} can be set again"))
+                (News::Event, format!("the compute mode of GPU {name} can be set again"))
             }
             (Some(LeftOut::InOtherHands(id)), None) => {
-                (GpuNews::Event, format!("GPU {name} is free: control daemon {id} has released it"))
+                (News::Event, format!("GPU {name} is free: control daemon {id} has released it"))
             }
             (None, None) => return,
         };
-        shell.tell_of_gpu(gpu, news, text);
+        shell.tell(news, text);
     }
 
     /// Sets the compute mode of each GPU that is not left out. A GPU that refuses the mode is left out.
@@ -246,14 +237,14 @@ impl GpuReach {
                         let text = format!(
                             "another program changed the compute mode of GPU {name}; the service has set {mode} again"
                         );
-                        shell.tell_of_gpu(&gpu, GpuNews::Warning, text);
+                        shell.tell(News::Warning, text);
                     }
                     self.note_our_mode(&gpu);
                 }
                 Err(error) => {
                     let text =
                         format!("the compute mode of GPU {name}: {error}", name = wanted.name_of(&gpu));
-                    shell.tell_of_gpu(&gpu, GpuNews::Warning, text);
+                    shell.tell(News::Warning, text);
                 }
             }
         }
@@ -290,10 +281,20 @@ impl GpuReach {
                 && !confirmed.is_empty()
                 && !server_is_there
                 && self.has_our_mode(&gpu.uuid);
-            shell.show_bypasses(&gpu.uuid, &confirmed, server_is_kept_out);
+            shell.bypasses_are(&gpu.uuid, &confirmed);
+            show_gpu(shell, &gpu.uuid, |gpu| gpu.server_kept_out = server_is_kept_out);
         }
         due
     }
+}
+
+/// Changes the view of one GPU of the order.
+fn show_gpu(shell: &mut impl GpuShell, gpu: &str, change: impl FnOnce(&mut ServedGpuView)) {
+    shell.show(|view| {
+        if let Some(gpu) = view.gpus.get_mut(gpu) {
+            change(gpu);
+        }
+    });
 }
 
 /// The PIDs of the processes that NVML lists as clients of MPS.

@@ -48,13 +48,12 @@ use alloc::string::String;
 use alloc::vec::Vec;
 use core::time::Duration;
 
-pub use blocker::{ShownAs, ShownState};
 pub use bypasses::CONFIRM_AFTER;
 pub use end::Judged;
-pub use gpus::{GpuNews, GpuReach, GpuShell, SeenGpu, SeenGpus};
+pub use gpus::{GpuReach, GpuShell, SeenGpu, SeenGpus};
 pub(crate) use heal::clients_counted;
 pub use heal::tried_again;
-pub use shell::{ClientsOnGpus, Failure, News, Occurrence, Requested, Said, Shell, Showing, ShownGpu};
+pub use shell::{ClientsOnGpus, Failure, News, Occurrence, Requested, Said, Shell};
 
 pub use start::{StartPlace, Starter, Stranger, WantedUsers, start};
 

@@ -6,10 +6,8 @@ use alloc::string::String;
 use alloc::vec::Vec;
 use core::time::Duration;
 
-use super::blocker::ShownState;
 use super::gpus::{GpuReach, GpuShell};
 use crate::mps::{Client, ClientPids, Inspection, Limits, Meaning};
-use crate::terms::ProcessId;
 use crate::{CoreTime, GpuUuid, Permit};
 
 /// The next event about a control daemon.
@@ -95,13 +93,18 @@ impl Failure {
     }
 }
 
-/// The kind of a message about a control daemon.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+/// The kind of a message about a control daemon or one of its GPUs.
+#[derive(Debug, Clone, PartialEq, Eq)]
 pub enum News {
     /// An ordinary event.
     Event,
     /// An administrator may have to act.
     Warning,
+    /// NVML can't reach a GPU.
+    GpuUnreachable {
+        /// The UUID of the GPU.
+        gpu: GpuUuid,
+    },
     /// A server has met a fatal GPU error.
     ServerFault {
         /// The server's PID.
@@ -112,47 +115,6 @@ pub enum News {
         /// The server's PID.
         server: u32,
     },
-}
-
-/// A fact about the control daemon that is published until it changes.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub enum Showing {
-    /// The state of the control daemon.
-    State {
-        /// The state. None if the state that is shown does not change.
-        state: Option<ShownState>,
-        /// True if the control daemon ends as soon as it has no client.
-        ends_when_idle: bool,
-    },
-    /// The control daemon's next step waits for the end of clients, which may take days.
-    PutOff,
-    /// The active thread percentage that is in force.
-    InForce {
-        /// The active thread percentage of the running servers.
-        thread_percentage: u8,
-    },
-    /// The servers of the control daemon, and the GPUs of its order.
-    Servers {
-        /// The PIDs of the servers, the newest last.
-        alive: Vec<u32>,
-        /// The GPUs of the control daemon's order, by UUID.
-        gpus: BTreeMap<GpuUuid, ShownGpu>,
-    },
-    /// The clients that have waited long for a server.
-    WaitingClients(Vec<ProcessId>),
-}
-
-/// A GPU as it is published.
-#[derive(Debug, Clone, PartialEq, Eq, Default)]
-pub struct ShownGpu {
-    /// The memory limit in MiB that a running server has in force. None if the limit is not known.
-    pub memory_limit_mib: Option<u64>,
-    /// The reason why the GPU is not served as planned; empty if it is served as planned.
-    pub reason: String,
-    /// The reason why the GPU takes no more clients; empty while it takes clients.
-    pub full: String,
-    /// The number of clients on the GPU, if NVML does not list clients and the control daemon was asked. None otherwise.
-    pub unlisted_clients: Option<u32>,
 }
 
 /// The PIDs of the clients on each GPU, by UUID, as NVML lists them. An error is the reason why NVML does not list the
@@ -325,12 +287,6 @@ pub trait Shell: GpuShell {
 
     /// Reports that a step towards serving the order is done.
     fn passed(&self, step: &'static str, text: &str);
-
-    /// Writes a message about the control daemon.
-    fn tell(&mut self, news: News, text: String);
-
-    /// Publishes a fact until it changes.
-    fn show(&mut self, shown: Showing);
 
     /// Reports the clients that a fatal GPU error of this server has hit on the GPU with this ordinal.
     fn tell_hit(&mut self, server: u32, ordinal: usize, clients: Vec<u32>);

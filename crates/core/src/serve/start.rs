@@ -8,7 +8,7 @@ use alloc::string::{String, ToString};
 use super::Wanted;
 use super::gpus::{GpuReach, GpuShell, clients_among};
 use super::heal::clients_counted;
-use super::shell::Failure;
+use super::shell::{Failure, News};
 use crate::{CoreTime, GpuUuid, Permit};
 
 /// A directory in which another control daemon may listen.
@@ -91,9 +91,6 @@ pub trait Starter: Send {
 
     /// Reports that a step of the start is done.
     fn passed(&self, step: &'static str, text: &str);
-
-    /// Writes a message about the start.
-    fn tell(&mut self, text: String);
 }
 
 /// The part of an order about the users of a control daemon. Only the start of a control daemon needs this part.
@@ -149,7 +146,7 @@ pub async fn start(
                 without = users.without
             )));
         }
-        shell.tell(format!("{refuses}, and serves one user at a time"));
+        shell.gpus().tell(News::Event, format!("{refuses}, and serves one user at a time"));
         multiuser = false;
     }
     shell.passed("listens", "the control daemon listens");
@@ -165,7 +162,7 @@ async fn make_way(shell: &mut impl Starter, place: StartPlace) -> Result<(), Fai
     let named = pid.map_or("an unknown PID".to_string(), |pid| format!("PID {pid}"));
     let may_end = Permit::unused(clients.as_ref().ok().copied());
     if let Some((pid, may_end)) = pid.zip(may_end) {
-        shell.tell(format!(
+        shell.gpus().tell(News::Event, format!(
             "control daemon {named} in {directory} was not started by this service and has no client: the \
              service replaces it"
         ));

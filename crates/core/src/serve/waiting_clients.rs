@@ -7,7 +7,7 @@ use alloc::vec::Vec;
 use core::time::Duration;
 
 use super::Serving;
-use super::shell::{News, Shell, Showing};
+use super::shell::{News, Shell};
 use crate::CoreTime;
 use crate::mps::Meaning;
 use crate::terms::ProcessId;
@@ -119,7 +119,7 @@ impl<S: Shell> Serving<'_, S> {
             let command = self.shell.command(pid);
             self.shell.tell(News::Warning, format!("client {pid} ({command}) of user {uid} waits {why}"));
         }
-        self.shell.show(Showing::WaitingClients(waiting.into_iter().map(|(process, _)| process).collect()));
+        self.shell.show(|view| view.waiting = waiting.into_iter().map(|(process, _)| process).collect());
     }
 }
 

@@ -7,9 +7,10 @@ use core::time::Duration;
 use super::blocker::{Blocker, Change, ClearedBy};
 use super::capacity::CLIENT_LEFT_PAUSE;
 use super::door::QUIET;
-use super::shell::{Failure, News, Occurrence, Shell, Showing};
+use super::shell::{Failure, News, Occurrence, Shell};
 use super::{Ended, Serving};
 use crate::mps::Meaning;
+use crate::view::DaemonView;
 use crate::{CoreTime, Permit};
 
 /// The time between two health checks of a control daemon without clients, and of one with clients. If a control daemon hangs,
@@ -172,7 +173,7 @@ impl<S: Shell> Serving<'_, S> {
             self.shell.tell(News::Warning, text);
         }
         self.run.clients_unknown = unknown;
-        self.shell.show(Showing::PutOff);
+        self.shell.show(DaemonView::put_off);
         self.show_state();
         None
     }

@@ -39,11 +39,11 @@ fn one_that_is_ended_by_force_is_shown_as_not_serving_before_it_is_asked() {
     let mut story = misfit();
     story.host().asks(Requested::Apply { force: true });
     story.host().during("quit", |host| {
-        let shown = host.reader.state.as_ref().map(|state| state.serving);
-        host.note(format_args!("shown as serving: {shown:?}"));
+        let shown = host.reader.view.serving;
+        host.note(format_args!("shown as serving: {shown}"));
     });
     assert_eq!(story.serve(9000), Some(Ok(Ended::Stopped)));
-    assert!(story.has_done("quit (Forced)") && story.has_done("shown as serving: Some(false)"));
+    assert!(story.has_done("quit (Forced)") && story.has_done("shown as serving: false"));
 }
 
 #[test]

@@ -107,7 +107,10 @@ fn a_server_is_ended_after_the_grace_for_clients_that_stay() {
     assert!(
         story.has_told("warning: server 200 was ended, since these clients stayed long after its fault: 1")
     );
-    assert_eq!((story.shown().as_str(), story.host().reader.servers.clone()), ("Ready, serving", vec![201]));
+    assert_eq!(
+        (story.shown().as_str(), story.host().reader.view.servers.clone()),
+        ("Ready, serving", vec![201])
+    );
 }
 
 #[test]
@@ -259,7 +262,10 @@ fn a_faulted_server_that_ends_takes_the_fault_with_it() {
     story.host().at(10_100, |host| host.server_ends(SERVER, 1));
     story.served(12_000);
     assert_eq!(story.host().reader.hit, [(SERVER, 0, vec![1])], "it is told all the same");
-    assert_eq!((story.shown().as_str(), story.host().reader.servers.clone()), ("Ready, serving", vec![201]));
+    assert_eq!(
+        (story.shown().as_str(), story.host().reader.view.servers.clone()),
+        ("Ready, serving", vec![201])
+    );
     assert!(!story.has_told("has recovered"));
 }
 
@@ -365,7 +371,10 @@ fn with_driver_535_a_server_that_has_gone_is_not_listed() {
         host.log_is_lost = false;
     });
     story.served(13_000);
-    assert_eq!((story.shown().as_str(), story.host().reader.servers.clone()), ("Ready, serving", vec![201]));
+    assert_eq!(
+        (story.shown().as_str(), story.host().reader.view.servers.clone()),
+        ("Ready, serving", vec![201])
+    );
 }
 
 #[test]

@@ -8,7 +8,7 @@ use mps_core::terms::GpuProcess;
 use super::{SERVER, Story};
 
 fn left_out(story: &Story, gpu: &str) -> String {
-    story.host().reader.left_out.get(gpu).cloned().unwrap_or_default()
+    story.host().reader.view.gpus[gpu].left_out.clone()
 }
 
 /// A story with a control daemon for these GPUs that has served for a while.
@@ -27,8 +27,10 @@ fn program(story: &Story, at: u64, gpu: &'static str, pid: u32) {
 }
 
 fn bypasses(story: &Story, gpu: &str) -> (Vec<u32>, bool) {
-    let shown = story.host().stage.bypasses.get(gpu).cloned().unwrap_or_default();
-    (shown.0.into_iter().map(|process| process.pid).collect(), shown.1)
+    let host = story.host();
+    let found = host.stage.bypasses.get(gpu).cloned().unwrap_or_default();
+    let is_kept_out = host.reader.view.gpus[gpu].server_kept_out;
+    (found.into_iter().map(|process| process.pid).collect(), is_kept_out)
 }
 
 #[test]
@@ -275,5 +277,5 @@ fn a_gpu_of_another_control_daemon_has_no_bypasses_of_ours() {
     story.served(65_000);
     assert_eq!(bypasses(&story, "B"), (vec![], false));
     let reason = "the control daemon gets this GPU when it restarts";
-    assert_eq!(story.host().reader.gpus["B"].reason, reason);
+    assert_eq!(story.host().reader.view.gpus["B"].reason, reason);
 }

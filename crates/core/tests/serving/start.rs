@@ -1,6 +1,7 @@
 //! Starts of control daemons: which foreign control daemon is ended before a start, which GPUs the new control daemon
 //! gets, and multi-user mode.
 
+use std::collections::BTreeSet;
 use std::pin::pin;
 
 use mps_core::serve::{Failure, GpuReach, StartPlace, Starter, Stranger, WantedUsers, start};
@@ -101,10 +102,6 @@ impl Starter for HostStart {
 
     fn passed(&self, step: &'static str, _: &str) {
         self.shell.host().stage.steps.push(step);
-    }
-
-    fn tell(&mut self, text: String) {
-        self.shell.host().reader.words.push(text);
     }
 }
 
@@ -269,7 +266,7 @@ fn programs_on_the_gpus_are_seen_before_it_starts() {
     let (started, reach) = shell.start(&["A", "B"], MULTIUSER);
     assert_eq!(started, Ok(true));
     // One look at the GPU does not suffice to report a process as a program without MPS.
-    assert!(shell.shell.host().stage.bypasses.values().all(|(seen, _)| seen.is_empty()));
+    assert!(shell.shell.host().stage.bypasses.values().all(BTreeSet::is_empty));
     let noted = format!("{reach:?}");
     assert!(noted.contains("ProcessId { pid: 7,") && !noted.contains("ProcessId { pid: 8,"), "{noted}");
 }
