@@ -44,6 +44,7 @@ const HOMES: [(&str, &[&str]); 21] = [
     (
         "tonic::",
         &[
+            "crates/device-plugin/src/allocation.rs",
             "crates/device-plugin/src/codec.rs",
             "crates/device-plugin/src/kubelet.rs",
             "crates/device-plugin/src/resource.rs",

@@ -1,33 +1,16 @@
-//! The settings of a container to which the kubelet gives slices, or the reason why the container does not get the slices.
-//! A pure function.
+//! The settings of a container to which the kubelet gives slices, or the refusal, with the device and the remedy. Pure
+//! functions.
 
 use std::collections::BTreeSet;
 
 use common::published::cdi::{KIND, binding_device};
 use common::published::container::{ContainerConfig, Mount, gives_gpus};
+use tonic::Status;
 
-use crate::api::{CdiDevice, ContainerDeviceNode, ContainerMount, ContainerSettings};
-use crate::offers::{Offered, Unusable, refusal};
+use crate::api::{ContainerDeviceNode, ContainerMount, ContainerSettings};
+use crate::offers::{Offered, refusal};
 use crate::preference::gpu;
 use crate::slice::NodeSlice;
-
-/// The reason why the kubelet's request for a container is refused, with the device and the remedy.
-#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
-pub(crate) enum RefusedAllocation {
-    #[error("the kubelet asked for a container without a device; ask for 1 of {resource}")]
-    Nothing { resource: String },
-    #[error("{device} is no device of {resource}; yunion-mpsctl list shows the slices of this node")]
-    Unknown { device: String, resource: String },
-    #[error("{device}: {why}")]
-    Unusable { device: String, why: Unusable },
-    #[error(
-        "{first} and {second} are slices of one GPU, and a container can't join slices; ask for one slice \
-         of a larger size"
-    )]
-    OneGpu { first: String, second: String },
-    #[error("{device}: the driver does not report the UUID of the GPU; see nvidia-smi -L")]
-    NoUuid { device: String },
-}
 
 /// The slices with the names that the kubelet has chosen for a container. `offered` are the slices that the kubelet knows, and
 /// `now` are all slices that the service reports at this moment.
@@ -36,9 +19,11 @@ pub(crate) fn slices_for(
     names: &[String],
     offered: &[Offered],
     now: &[NodeSlice],
-) -> Result<Vec<NodeSlice>, RefusedAllocation> {
+) -> Result<Vec<NodeSlice>, Status> {
     if names.is_empty() {
-        return Err(RefusedAllocation::Nothing { resource: resource.to_owned() });
+        return Err(Status::invalid_argument(format!(
+            "the kubelet asked for a container without a device; ask for 1 of {resource}"
+        )));
     }
     one_of_each_gpu(names)?;
     names.iter().map(|name| slice_for(resource, name, offered, now)).collect()
@@ -49,25 +34,31 @@ fn slice_for(
     name: &str,
     offered: &[Offered],
     now: &[NodeSlice],
-) -> Result<NodeSlice, RefusedAllocation> {
-    let device = || name.to_owned();
-    let unknown = || RefusedAllocation::Unknown { device: device(), resource: resource.to_owned() };
+) -> Result<NodeSlice, Status> {
+    let unknown = || {
+        Status::not_found(format!(
+            "{name} is no device of {resource}; yunion-mpsctl list shows the slices of this node"
+        ))
+    };
     if !offered.iter().any(|told| told.name == name) {
         return Err(unknown());
     }
     let slice = now.iter().find(|slice| slice.name == name).ok_or_else(unknown)?;
     match refusal(slice) {
-        Some(why) => Err(RefusedAllocation::Unusable { device: device(), why }),
+        Some(why) => Err(Status::failed_precondition(format!("{name}: {why}"))),
         None => Ok(slice.clone()),
     }
 }
 
-fn one_of_each_gpu(names: &[String]) -> Result<(), RefusedAllocation> {
+fn one_of_each_gpu(names: &[String]) -> Result<(), Status> {
     let mut seen: BTreeSet<&str> = BTreeSet::new();
     for name in names {
         if !seen.insert(gpu(name)) {
             let first = names.iter().find(|first| gpu(first) == gpu(name)).unwrap_or(name);
-            return Err(RefusedAllocation::OneGpu { first: first.clone(), second: name.clone() });
+            return Err(Status::invalid_argument(format!(
+                "{first} and {name} are slices of one GPU, and a container can't join slices; ask for one slice of a \
+                 larger size"
+            )));
         }
     }
     Ok(())
@@ -75,7 +66,7 @@ fn one_of_each_gpu(names: &[String]) -> Result<(), RefusedAllocation> {
 
 /// The settings with the CDI devices of one slice, which are NVIDIA's device for the GPU, and the service's device for the
 /// slice, with a hook that binds the container.
-pub(crate) fn by_cdi(slice: &NodeSlice) -> Result<ContainerSettings, RefusedAllocation> {
+pub(crate) fn by_cdi(slice: &NodeSlice) -> Result<ContainerSettings, Status> {
     let cdi_devices = vec![cdi_of_gpu(slice)?, own_cdi(&slice.name)];
     Ok(ContainerSettings { cdi_devices, ..ContainerSettings::default() })
 }
@@ -86,7 +77,7 @@ pub(crate) fn by_cdi(slice: &NodeSlice) -> Result<ContainerSettings, RefusedAllo
 pub(crate) fn by_cdi_of_gpus(
     slices: &[NodeSlice],
     config: ContainerConfig,
-) -> Result<ContainerSettings, RefusedAllocation> {
+) -> Result<ContainerSettings, Status> {
     let mut cdi_devices = slices.iter().map(cdi_of_gpu).collect::<Result<Vec<_>, _>>()?;
     cdi_devices.extend(slices.iter().map(|slice| own_cdi(&binding_device(&slice.name))));
     let mut settings = settings(config);
@@ -104,14 +95,19 @@ pub(crate) fn without_cdi(slices: &[NodeSlice], config: ContainerConfig) -> Cont
     ContainerSettings { device_nodes, ..settings(config) }
 }
 
-fn cdi_of_gpu(slice: &NodeSlice) -> Result<CdiDevice, RefusedAllocation> {
-    let unknown = || RefusedAllocation::NoUuid { device: slice.name.clone() };
+fn cdi_of_gpu(slice: &NodeSlice) -> Result<String, Status> {
+    let unknown = || {
+        let name = &slice.name;
+        Status::failed_precondition(format!(
+            "{name}: the driver does not report the UUID of the GPU; see nvidia-smi -L"
+        ))
+    };
     let uuid = slice.uuid.as_ref().ok_or_else(unknown)?;
-    Ok(CdiDevice { name: format!("nvidia.com/gpu={uuid}") })
+    Ok(format!("nvidia.com/gpu={uuid}"))
 }
 
-fn own_cdi(device: &str) -> CdiDevice {
-    CdiDevice { name: format!("{KIND}={device}") }
+fn own_cdi(device: &str) -> String {
+    format!("{KIND}={device}")
 }
 
 fn settings(config: ContainerConfig) -> ContainerSettings {
@@ -148,11 +144,7 @@ mod tests {
             .collect()
     }
 
-    fn asked(
-        names: &[&str],
-        offered: &[Offered],
-        now: &[NodeSlice],
-    ) -> Result<Vec<NodeSlice>, RefusedAllocation> {
+    fn asked(names: &[&str], offered: &[Offered], now: &[NodeSlice]) -> Result<Vec<NodeSlice>, Status> {
         let names: Vec<String> = names.iter().map(|name| (*name).to_owned()).collect();
         slices_for(RESOURCE, &names, offered, now)
     }
@@ -166,7 +158,8 @@ mod tests {
     #[test]
     fn a_refusal_names_the_device_and_what_to_do() {
         let slices = [slice("06-0", 20480, 25), slice("06-1", 20480, 25)];
-        let complaint = |names: &[&str]| asked(names, &offered(&slices), &slices).unwrap_err().to_string();
+        let complaint =
+            |names: &[&str]| asked(names, &offered(&slices), &slices).unwrap_err().message().to_owned();
         assert!(
             complaint(&["06-9"]).contains("06-9 is no device of yunion.io/mps-20gib; yunion-mpsctl list")
         );
@@ -174,22 +167,22 @@ mod tests {
         assert!(complaint(&[]).contains("ask for 1 of yunion.io/mps-20gib"));
         // The kubelet still knows the slice, but the service no longer has it.
         let gone = asked(&["06-1"], &offered(&slices), &slices[..1]).unwrap_err();
-        assert!(matches!(gone, RefusedAllocation::Unknown { .. }), "{gone}");
+        assert_eq!(gone.code(), tonic::Code::NotFound, "{gone}");
     }
 
     #[test]
     fn the_word_of_this_moment_counts_for_health() {
         let told = offered(&[slice("06-0", 20480, 25)]);
         let sick = NodeSlice { healthy: false, reason: "drained".to_owned(), ..slice("06-0", 20480, 25) };
-        assert_eq!(asked(&["06-0"], &told, &[sick]).unwrap_err().to_string(), "06-0: drained");
+        assert_eq!(asked(&["06-0"], &told, &[sick]).unwrap_err().message(), "06-0: drained");
     }
 
     #[test]
     fn a_slice_of_a_stranger_is_refused_for_as_long_as_he_has_it() {
         let taken = NodeSlice { bound_to: "4f1c".to_owned(), ..slice("06-0", 20480, 25) };
         let told = offered(std::slice::from_ref(&taken));
-        let refused = asked(&["06-0"], &told, &[taken]).unwrap_err().to_string();
-        assert!(refused.contains("06-0: taken by 4f1c outside Kubernetes"), "{refused}");
+        let refused = asked(&["06-0"], &told, &[taken]).unwrap_err();
+        assert!(refused.message().contains("06-0: taken by 4f1c outside Kubernetes"), "{refused}");
         asked(&["06-0"], &told, &[slice("06-0", 20480, 25)]).unwrap();
     }
 
@@ -209,21 +202,14 @@ mod tests {
         }
     }
 
-    fn cdi(settings: &ContainerSettings) -> Vec<&str> {
-        settings.cdi_devices.iter().map(|device| device.name.as_str()).collect()
-    }
-
     #[test]
     fn by_cdi_a_container_gets_the_gpu_and_the_slice_by_name() {
         let settings = by_cdi(&slice("06-0", 20480, 25)).unwrap();
-        assert_eq!(cdi(&settings), ["nvidia.com/gpu=GPU-06", "yunion.io/mps=06-0"]);
+        assert_eq!(settings.cdi_devices, ["nvidia.com/gpu=GPU-06", "yunion.io/mps=06-0"]);
         assert!(settings.environment.is_empty() && settings.mounts.is_empty());
         let unknown = NodeSlice { uuid: None, ..slice("06-0", 20480, 25) };
         assert!(
-            by_cdi(&unknown)
-                .unwrap_err()
-                .to_string()
-                .starts_with("06-0: the driver does not report the UUID")
+            by_cdi(&unknown).unwrap_err().message().starts_with("06-0: the driver does not report the UUID")
         );
     }
 
@@ -231,7 +217,7 @@ mod tests {
     fn slices_of_several_gpus_have_one_environment_and_the_gpus_by_name() {
         let settings = by_cdi_of_gpus(&[slice("06-0", 1, 1), slice("07-0", 1, 1)], config()).unwrap();
         assert_eq!(
-            cdi(&settings),
+            settings.cdi_devices,
             [
                 "nvidia.com/gpu=GPU-06",
                 "nvidia.com/gpu=GPU-07",

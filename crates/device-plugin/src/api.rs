@@ -1,7 +1,10 @@
 //! The messages of the kubelet's interface `deviceplugin/v1beta1` that this program uses, and the paths of the interface's
-//! calls. The names and numbers of the messages' fields are those of Kubernetes.
+//! calls. The numbers of the messages' fields are those of Kubernetes. prost encodes a `String` as a message whose field 1 is a
+//! string, an `i64` as one whose field 1 is an int64, and `()` as one without fields: Kubernetes' `CDIDevice`, `NUMANode` and
+//! `Empty`.
 
 use std::collections::HashMap;
+use std::fmt::Debug;
 
 pub(crate) const VERSION: &str = "v1beta1";
 
@@ -14,8 +17,13 @@ pub(crate) const ALLOCATE: &str = "/v1beta1.DevicePlugin/Allocate";
 pub(crate) const HEALTHY: &str = "Healthy";
 pub(crate) const UNHEALTHY: &str = "Unhealthy";
 
+/// Each message of Kubernetes whose field 1 is a list of messages, and that has no other field: the devices of a resource, the NUMA
+/// nodes of a device, and the containers of a request or an answer.
 #[derive(Clone, PartialEq, prost::Message)]
-pub(crate) struct Nothing {}
+pub(crate) struct Repeated<T: Debug + Default + prost::Message> {
+    #[prost(message, repeated, tag = "1")]
+    pub(crate) all: Vec<T>,
+}
 
 #[derive(Clone, PartialEq, prost::Message)]
 pub(crate) struct PluginOptions {
@@ -39,37 +47,14 @@ pub(crate) struct RegisterRequest {
 }
 
 #[derive(Clone, PartialEq, prost::Message)]
-pub(crate) struct ResourceList {
-    #[prost(message, repeated, tag = "1")]
-    pub(crate) devices: Vec<ListedDevice>,
-}
-
-#[derive(Clone, PartialEq, prost::Message)]
 pub(crate) struct ListedDevice {
     #[prost(string, tag = "1")]
     pub(crate) id: String,
     #[prost(string, tag = "2")]
     pub(crate) health: String,
+    /// The NUMA nodes of the device.
     #[prost(message, optional, tag = "3")]
-    pub(crate) topology: Option<NumaNodes>,
-}
-
-#[derive(Clone, PartialEq, prost::Message)]
-pub(crate) struct NumaNodes {
-    #[prost(message, repeated, tag = "1")]
-    pub(crate) nodes: Vec<NumaNode>,
-}
-
-#[derive(Clone, PartialEq, prost::Message)]
-pub(crate) struct NumaNode {
-    #[prost(int64, tag = "1")]
-    pub(crate) id: i64,
-}
-
-#[derive(Clone, PartialEq, prost::Message)]
-pub(crate) struct PreferredRequest {
-    #[prost(message, repeated, tag = "1")]
-    pub(crate) containers: Vec<PreferredOfContainer>,
+    pub(crate) topology: Option<Repeated<i64>>,
 }
 
 #[derive(Clone, PartialEq, prost::Message)]
@@ -82,34 +67,11 @@ pub(crate) struct PreferredOfContainer {
     pub(crate) size: i32,
 }
 
+/// The devices that the plugin prefers for a container, or that the kubelet gives it.
 #[derive(Clone, PartialEq, prost::Message)]
-pub(crate) struct PreferredAnswer {
-    #[prost(message, repeated, tag = "1")]
-    pub(crate) containers: Vec<ChosenForContainer>,
-}
-
-#[derive(Clone, PartialEq, prost::Message)]
-pub(crate) struct ChosenForContainer {
+pub(crate) struct DevicesOfContainer {
     #[prost(string, repeated, tag = "1")]
     pub(crate) devices: Vec<String>,
-}
-
-#[derive(Clone, PartialEq, prost::Message)]
-pub(crate) struct AllocateRequest {
-    #[prost(message, repeated, tag = "1")]
-    pub(crate) containers: Vec<AllocateOfContainer>,
-}
-
-#[derive(Clone, PartialEq, prost::Message)]
-pub(crate) struct AllocateOfContainer {
-    #[prost(string, repeated, tag = "1")]
-    pub(crate) devices: Vec<String>,
-}
-
-#[derive(Clone, PartialEq, prost::Message)]
-pub(crate) struct AllocateAnswer {
-    #[prost(message, repeated, tag = "1")]
-    pub(crate) containers: Vec<ContainerSettings>,
 }
 
 /// The settings that the kubelet gives the engine for a container.
@@ -121,8 +83,9 @@ pub(crate) struct ContainerSettings {
     pub(crate) mounts: Vec<ContainerMount>,
     #[prost(message, repeated, tag = "3")]
     pub(crate) device_nodes: Vec<ContainerDeviceNode>,
+    /// The full names of CDI devices, such as `yunion.io/mps=00:06.0-1`.
     #[prost(message, repeated, tag = "5")]
-    pub(crate) cdi_devices: Vec<CdiDevice>,
+    pub(crate) cdi_devices: Vec<String>,
 }
 
 #[derive(Clone, PartialEq, prost::Message)]
@@ -143,10 +106,4 @@ pub(crate) struct ContainerDeviceNode {
     pub(crate) on_host: String,
     #[prost(string, tag = "3")]
     pub(crate) permissions: String,
-}
-
-#[derive(Clone, PartialEq, prost::Message)]
-pub(crate) struct CdiDevice {
-    #[prost(string, tag = "1")]
-    pub(crate) name: String,
 }

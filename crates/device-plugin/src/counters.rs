@@ -6,58 +6,37 @@ use std::sync::{Arc, Mutex, PoisonError};
 
 use crate::offers::Offers;
 
-#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
-struct Counts {
-    registrations: u64,
-    allocations: u64,
-    refused_allocations: u64,
-}
+pub(crate) const REGISTRATIONS: &str = "registrations";
+/// Counts the containers that have got their devices.
+pub(crate) const ALLOCATIONS: &str = "allocations";
+pub(crate) const REFUSALS: &str = "refused_allocations";
 
-/// Reads one counter of a resource.
-type Count = fn(&Counts) -> u64;
-
-/// The counters of each resource, by the name of the resource. All clones of this value share the counters.
+/// The counters of each resource, by the names of the resource and the counter. All clones of this value share the counters.
 #[derive(Debug, Clone, Default)]
-pub(crate) struct Counters(Arc<Mutex<BTreeMap<String, Counts>>>);
+pub(crate) struct Counters(Arc<Mutex<BTreeMap<(String, &'static str), u64>>>);
 
 impl Counters {
-    pub(crate) fn registered(&self, resource: &str) {
-        self.count(resource, |counts| counts.registrations += 1);
-    }
-
-    /// Counts a container that has got its devices.
-    pub(crate) fn allocated(&self, resource: &str) {
-        self.count(resource, |counts| counts.allocations += 1);
-    }
-
-    pub(crate) fn refused(&self, resource: &str) {
-        self.count(resource, |counts| counts.refused_allocations += 1);
-    }
-
-    fn count(&self, resource: &str, add: impl FnOnce(&mut Counts)) {
+    pub(crate) fn count(&self, resource: &str, counter: &'static str) {
         let mut all = self.0.lock().unwrap_or_else(PoisonError::into_inner);
-        add(all.entry(resource.to_owned()).or_default());
+        *all.entry((resource.to_owned(), counter)).or_default() += 1;
     }
 
     /// The metrics of the resources in `offers`: their counters, and the numbers of their devices. The counters of a resource
     /// that does not exist any more are dropped: otherwise each reload could add counters.
     pub(crate) fn text(&self, offers: &Offers) -> String {
         let mut all = self.0.lock().unwrap_or_else(PoisonError::into_inner);
-        all.retain(|resource, _| offers.contains_key(resource));
+        all.retain(|(resource, _), _| offers.contains_key(resource));
         let mut text = String::new();
-        let counters: [(&str, &str, Count); 3] = [
-            ("registrations", "registrations with the kubelet", |counts| counts.registrations),
-            ("allocations", "containers that were given devices", |counts| counts.allocations),
-            ("refused_allocations", "containers that were refused devices", |counts| {
-                counts.refused_allocations
-            }),
-        ];
-        for (name, help, value) in counters {
-            let name = format!("yunion_mps_device_plugin_{name}_total");
+        for (counter, help) in [
+            (REGISTRATIONS, "registrations with the kubelet"),
+            (ALLOCATIONS, "containers that were given devices"),
+            (REFUSALS, "containers that were refused devices"),
+        ] {
+            let name = format!("yunion_mps_device_plugin_{counter}_total");
             let _ = writeln!(text, "# HELP {name} Number of {help}.\n# TYPE {name} counter");
             for resource in offers.keys() {
-                let counts = all.get(resource).copied().unwrap_or_default();
-                let _ = writeln!(text, "{name}{{resource=\"{resource}\"}} {}", value(&counts));
+                let count = all.get(&(resource.clone(), counter)).copied().unwrap_or_default();
+                let _ = writeln!(text, "{name}{{resource=\"{resource}\"}} {count}");
             }
         }
         let name = "yunion_mps_device_plugin_devices";
@@ -75,18 +54,17 @@ impl Counters {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::offers::{Offered, Unusable};
+    use crate::offers::Offered;
 
     #[test]
     fn each_resource_has_its_numbers_until_it_is_gone() {
         let counters = Counters::default();
-        counters.registered("a/x");
-        counters.allocated("a/x");
-        counters.refused("a/x");
-        counters.refused("a/x");
+        for counter in [REGISTRATIONS, ALLOCATIONS, REFUSALS, REFUSALS] {
+            counters.count("a/x", counter);
+        }
         let device = |unusable| Offered { name: "06-0".to_owned(), numa_node: None, unusable };
         let offers =
-            Offers::from([("a/x".to_owned(), vec![device(None), device(Some(Unusable::Unwatched))])]);
+            Offers::from([("a/x".to_owned(), vec![device(None), device(Some("drained".to_owned()))])]);
         let text = counters.text(&offers);
         for line in [
             "yunion_mps_device_plugin_registrations_total{resource=\"a/x\"} 1",

@@ -17,7 +17,7 @@ use tonic::client::Grpc;
 use tonic::transport::{Channel, Endpoint};
 use tonic::{Request, Status};
 
-use crate::api::{self, Nothing, PluginOptions, RegisterRequest};
+use crate::api::{self, PluginOptions, RegisterRequest};
 use crate::codec::Protobuf;
 
 /// The longest time for one call to the kubelet. Before the kubelet answers a registration, it connects to the plugin.
@@ -50,42 +50,17 @@ impl SocketFile {
     }
 }
 
-#[derive(Debug, Clone)]
-pub(crate) struct Kubelet {
-    directory: PathBuf,
+/// The kubelet's socket for registrations, in the directory in which device plugins make their sockets.
+pub(crate) fn kubelet_socket(directory: &Path) -> PathBuf {
+    directory.join("kubelet.sock")
 }
 
-impl Kubelet {
-    pub(crate) fn new(directory: PathBuf) -> Self {
-        Self { directory }
-    }
-
-    /// The directory in which device plugins make their sockets.
-    pub(crate) fn plugins(&self) -> PathBuf {
-        self.directory.join("device-plugins")
-    }
-
-    fn own_socket(&self) -> PathBuf {
-        self.plugins().join("kubelet.sock")
-    }
-
-    /// The kubelet's socket for registrations, if it exists.
-    pub(crate) fn socket(&self) -> Option<SocketFile> {
-        SocketFile::at(&self.own_socket())
-    }
-
-    /// Registers a resource with the kubelet. `endpoint` is the file name of the resource's socket, in the directory
-    /// of the kubelet's socket.
-    pub(crate) async fn register(&self, resource: &str, endpoint: String) -> Result<(), String> {
-        let request = RegisterRequest {
-            version: api::VERSION.to_owned(),
-            endpoint,
-            resource_name: resource.to_owned(),
-            options: Some(options()),
-        };
-        let answer = call::<_, Nothing>(&self.own_socket(), api::REGISTER, request).await;
-        answer.map(drop).map_err(|status| status.message().to_owned())
-    }
+/// Registers a resource with the kubelet that listens on `socket`. `endpoint` is the file name of the resource's socket, in the
+/// directory of the kubelet's socket.
+pub(crate) async fn register(socket: PathBuf, resource_name: String, endpoint: String) -> Result<(), String> {
+    let version = api::VERSION.to_owned();
+    let request = RegisterRequest { version, endpoint, resource_name, options: Some(options()) };
+    call(&socket, api::REGISTER, request).await.map_err(|status| status.message().to_owned())
 }
 
 /// The optional calls that the kubelet should make to this plugin.
@@ -126,33 +101,23 @@ fn unreachable(error: &tonic::transport::Error) -> Status {
     Status::unavailable(cause.unwrap_or_else(|| error.to_string()))
 }
 
-/// Reports when a socket is made or removed in the directory of device plugins. None if the directory is not watched:
-/// then the plugin notices a change a few seconds later.
-#[derive(Debug, Default)]
-pub(crate) struct DirectoryChanges(Option<Readable>);
+/// Watches the directory of device plugins, which must exist, for sockets that are made or removed.
+pub(crate) fn watch(directory: &Path) -> io::Result<Readable> {
+    let queue = new_instance().map_err(|error| match Errno::from_io_error(&error) {
+        Some(errno) if is_shortage(errno) => io::Error::other(shortage(errno, no_files()).to_string()),
+        _ => error,
+    })?;
+    let flags = WatchFlags::CREATE | WatchFlags::DELETE | WatchFlags::MOVED_TO | WatchFlags::DELETE_SELF;
+    inotify::add_watch(&queue, directory, flags | WatchFlags::ONLYDIR)?;
+    Readable::new(queue)
+}
 
-impl DirectoryChanges {
-    /// Watches the directory, which must exist.
-    pub(crate) fn watch(directory: &Path) -> io::Result<Self> {
-        let queue = new_instance().map_err(|error| match Errno::from_io_error(&error) {
-            Some(errno) if is_shortage(errno) => io::Error::other(shortage(errno, no_files()).to_string()),
-            _ => error,
-        })?;
-        let flags = WatchFlags::CREATE | WatchFlags::DELETE | WatchFlags::MOVED_TO | WatchFlags::DELETE_SELF;
-        inotify::add_watch(&queue, directory, flags | WatchFlags::ONLYDIR)?;
-        Readable::new(queue).map(|queue| Self(Some(queue)))
-    }
-
-    pub(crate) fn is_watching(&self) -> bool {
-        self.0.is_some()
-    }
-
-    /// Returns after changes. If the directory itself is removed, the watch ends.
-    pub(crate) async fn next(&mut self) {
-        let Some(queue) = &self.0 else { return pending().await };
-        if !queue.until(is_still_there).await.unwrap_or(false) {
-            self.0 = None;
-        }
+/// Returns after changes. If the directory itself is removed, the watch ends. Without a watch this function does not return, and
+/// the plugin notices a change a few seconds later.
+pub(crate) async fn next_change(watched: &mut Option<Readable>) {
+    let Some(queue) = watched else { return pending().await };
+    if !queue.until(is_still_there).await.unwrap_or(false) {
+        *watched = None;
     }
 }
 
@@ -205,9 +170,10 @@ mod tests {
     #[tokio::test]
     async fn a_kubelet_that_is_not_there_is_named_by_its_socket() {
         let directory = tempfile::tempdir().unwrap();
-        let kubelet = Kubelet::new(directory.path().to_owned());
-        let refused = kubelet.register("yunion.io/mps-1gib", "x.sock".to_owned()).await.unwrap_err();
-        let named = refused.contains("device-plugins/kubelet.sock: ");
+        let socket = kubelet_socket(directory.path());
+        let refused =
+            register(socket, "yunion.io/mps-1gib".to_owned(), "x.sock".to_owned()).await.unwrap_err();
+        let named = refused.contains("/kubelet.sock: ");
         assert!(named && !refused.contains("transport"), "{refused}");
     }
 
@@ -215,15 +181,15 @@ mod tests {
     async fn the_directory_tells_of_sockets_and_of_its_own_end() {
         let directory = tempfile::tempdir().unwrap();
         let below = directory.path().join("device-plugins");
-        DirectoryChanges::watch(&below).unwrap_err();
+        watch(&below).unwrap_err();
         std::fs::create_dir(&below).unwrap();
-        let mut changes = DirectoryChanges::watch(&below).unwrap();
+        let mut watched = Some(watch(&below).unwrap());
         std::fs::write(below.join("kubelet.sock"), "").unwrap();
-        changes.next().await;
-        assert!(changes.is_watching());
+        next_change(&mut watched).await;
+        assert!(watched.is_some());
         std::fs::remove_dir_all(&below).unwrap();
-        while changes.is_watching() {
-            changes.next().await;
+        while watched.is_some() {
+            next_change(&mut watched).await;
         }
     }
 }

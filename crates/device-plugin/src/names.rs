@@ -6,6 +6,7 @@
 //! it could change while pods have the slice.
 
 use std::collections::{BTreeMap, BTreeSet};
+use std::ops::RangeInclusive;
 use std::str::FromStr;
 
 use crate::slice::Share;
@@ -17,25 +18,14 @@ const LONGEST: usize = 63;
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct NamedSize {
     name: String,
-    memory: NamedMemory,
+    memory_mib: RangeInclusive<u64>,
     thread_percentage: Option<u32>,
-}
-
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum NamedMemory {
-    /// The memory in GiB, rounded down.
-    Gib(u32),
-    /// The exact memory in MiB.
-    Mib(u32),
 }
 
 impl NamedSize {
     fn means(&self, share: Share) -> bool {
-        let memory = match self.memory {
-            NamedMemory::Gib(gib) => share.memory_mib / 1024 == gib,
-            NamedMemory::Mib(mib) => share.memory_mib == mib,
-        };
-        memory && self.thread_percentage.is_none_or(|percentage| percentage == share.thread_percentage)
+        self.memory_mib.contains(&share.memory_mib.into())
+            && self.thread_percentage.is_none_or(|percentage| percentage == share.thread_percentage)
     }
 }
 
@@ -55,19 +45,22 @@ impl FromStr for NamedSize {
             None => (size, None),
         };
         let whole = |digits: &str| digits.parse::<u32>().ok().filter(|number| *number > 0);
+        // A size in GiB has all sizes that are this many GiB when they are rounded down.
+        let sizes =
+            |unit: u64| move |number: u32| (u64::from(number) * unit)..=(u64::from(number) * unit + unit - 1);
         let memory = match (memory.strip_suffix("GiB"), memory.strip_suffix("MiB")) {
-            (Some(gib), _) => whole(gib).map(NamedMemory::Gib),
-            (None, Some(mib)) => whole(mib).map(NamedMemory::Mib),
+            (Some(gib), _) => whole(gib).map(sizes(1024)),
+            (None, Some(mib)) => whole(mib).map(sizes(1)),
             (None, None) => None,
         };
-        let memory =
+        let memory_mib =
             memory.ok_or_else(|| format!("{size:?} is no size; write 20GiB, 20480MiB or 20GiB:25"))?;
         let percentage = percentage.map(|percentage| {
             whole(percentage).filter(|percentage| *percentage <= 100).ok_or_else(|| {
                 format!("{percentage:?} is no percentage of threads; write a number from 1 to 100")
             })
         });
-        Ok(Self { name: name.to_owned(), memory, thread_percentage: percentage.transpose()? })
+        Ok(Self { name: name.to_owned(), memory_mib, thread_percentage: percentage.transpose()? })
     }
 }
 
@@ -102,9 +95,14 @@ pub(crate) fn domain(text: &str) -> Result<String, String> {
 }
 
 /// The rules by which sizes of slices get their names.
-#[derive(Debug, Clone)]
+#[derive(Debug, Clone, clap::Args)]
 pub(crate) struct Naming {
+    /// The domain in front of the names of resources
+    #[arg(long, value_name = "DOMAIN", default_value = "yunion.io", value_parser = domain)]
     pub(crate) domain: String,
+    /// Name a size: small=20GiB (whole GiB, rounded down), small=20480MiB (exactly), small=20GiB:25 (with this percentage
+    /// of the threads). May be given several times; the first that fits counts
+    #[arg(long = "resource", value_name = "NAME=SIZE")]
     pub(crate) named: Vec<NamedSize>,
 }
 

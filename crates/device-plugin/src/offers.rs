@@ -7,7 +7,6 @@
 //! owner.
 
 use std::collections::BTreeMap;
-use std::fmt;
 
 use crate::names::Naming;
 use crate::slice::NodeSlice;
@@ -16,100 +15,72 @@ use crate::slice::NodeSlice;
 /// slices.
 const MOST: usize = 64;
 
-/// The reason why Kubernetes may not give out a slice.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub(crate) enum Unusable {
-    /// The service has not answered for longer than a restart takes.
-    Unwatched,
-    /// The service reports this reason: the slice is drained or not served.
-    Unhealthy(String),
-    /// The slice has an owner that is no container of Kubernetes.
-    Taken(String),
-}
-
-impl fmt::Display for Unusable {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match self {
-            Self::Unwatched => f.write_str(
-                "yunion-mps-daemon has not answered for a while; see systemctl status yunion-mps-daemon",
-            ),
-            Self::Unhealthy(reason) if reason.is_empty() => {
-                f.write_str("not healthy; see yunion-mpsctl status")
-            }
-            Self::Unhealthy(reason) => f.write_str(reason),
-            Self::Taken(by) => write!(f, "taken by {by} outside Kubernetes; see yunion-mpsctl list -o wide"),
-        }
-    }
-}
+/// The reason why a slice is unhealthy while the service has not answered for longer than a restart takes.
+const UNWATCHED: &str =
+    "yunion-mps-daemon has not answered for a while; see systemctl status yunion-mps-daemon";
 
 /// A device of a resource: a slice, as the kubelet knows it.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct Offered {
     pub(crate) name: String,
     pub(crate) numa_node: Option<i64>,
-    pub(crate) unusable: Option<Unusable>,
+    /// The reason why the device is not healthy for the kubelet. None if the device is healthy.
+    pub(crate) unusable: Option<String>,
 }
 
 /// The devices of each resource, by its full name.
 pub(crate) type Offers = BTreeMap<String, Vec<Offered>>;
 
-/// The facts about slices that are remembered between two looks at the service.
-#[derive(Debug, Default)]
-pub(crate) struct Remembered {
-    /// The name of the resource of each slice. The name is remembered, since a GPU that the driver has lost has no known
-    /// memory, but its resource must stay. A pod has its slice under the name of the resource: under another name the kubelet
-    /// would count the slice as free.
-    resources: BTreeMap<String, String>,
-}
-
-impl Remembered {
-    /// The devices of each resource. `unwatched` is true if the service has not answered for longer than a restart takes.
-    pub(crate) fn offers(&mut self, slices: &[NodeSlice], naming: &Naming, unwatched: bool) -> Offers {
-        self.resources.retain(|name, _| slices.iter().any(|slice| slice.name == *name));
-        let mut offers = Offers::new();
-        for slice in slices {
-            let Some(resource) = self.resource(slice, naming) else { continue };
-            if offers.len() == MOST && !offers.contains_key(&resource) {
-                continue;
-            }
-            offers.entry(resource).or_default().push(Offered {
-                name: slice.name.clone(),
-                numa_node: slice.numa_node,
-                unusable: unusable(slice, unwatched),
-            });
-        }
-        offers
-    }
-
-    /// The resource of a slice. None if the size of the slice was never known.
-    fn resource(&mut self, slice: &NodeSlice, naming: &Naming) -> Option<String> {
-        let known = self.resources.get(&slice.name).cloned();
-        let resource = match (known, slice.share) {
+/// The devices of each resource. `unwatched` is true if the service has not answered for longer than a restart takes.
+///
+/// `resources` has the name of the resource of each slice, from the last look at the service. The name is remembered, since a GPU
+/// that the driver has lost has no known memory, but its resource must stay. A pod has its slice under the name of the resource:
+/// under another name the kubelet would count the slice as free.
+pub(crate) fn offers(
+    resources: &mut BTreeMap<String, String>,
+    slices: &[NodeSlice],
+    naming: &Naming,
+    unwatched: bool,
+) -> Offers {
+    resources.retain(|name, _| slices.iter().any(|slice| slice.name == *name));
+    let mut offers = Offers::new();
+    for slice in slices {
+        let resource = match (resources.get(&slice.name).cloned(), slice.share) {
             (Some(known), share) if slice.has_pod || share.is_none() => known,
-            (_, share) => naming.name(share?),
+            (_, Some(share)) => naming.name(share),
+            (_, None) => continue,
         };
-        self.resources.insert(slice.name.clone(), resource.clone());
-        Some(resource)
+        resources.insert(slice.name.clone(), resource.clone());
+        if offers.len() == MOST && !offers.contains_key(&resource) {
+            continue;
+        }
+        offers.entry(resource).or_default().push(Offered {
+            name: slice.name.clone(),
+            numa_node: slice.numa_node,
+            unusable: unusable(slice, unwatched),
+        });
     }
+    offers
 }
 
 /// The reason why a slice is not healthy for the kubelet. None if the slice is healthy.
-fn unusable(slice: &NodeSlice, unwatched: bool) -> Option<Unusable> {
+fn unusable(slice: &NodeSlice, unwatched: bool) -> Option<String> {
     if slice.has_pod && slice.served {
         None
     } else if unwatched && !slice.has_pod {
-        Some(Unusable::Unwatched)
+        Some(UNWATCHED.to_owned())
     } else {
         refusal(slice)
     }
 }
 
 /// The reason why a slice must not be given to a container now. None if the slice may be given to a container.
-pub(crate) fn refusal(slice: &NodeSlice) -> Option<Unusable> {
+pub(crate) fn refusal(slice: &NodeSlice) -> Option<String> {
     if !slice.healthy {
-        Some(Unusable::Unhealthy(slice.reason.clone()))
+        let reason = &slice.reason;
+        Some(if reason.is_empty() { "not healthy; see yunion-mpsctl status" } else { reason }.to_owned())
     } else if slice.has_stranger() {
-        Some(Unusable::Taken(slice.bound_to.clone()))
+        Some(format!("taken by {} outside Kubernetes; see yunion-mpsctl list -o wide", slice.bound_to))
     } else {
         None
     }
@@ -137,7 +108,7 @@ mod tests {
     }
 
     /// The reason why the only device in the offers is not usable. None: it is usable.
-    fn only(offers: &Offers) -> Option<Unusable> {
+    fn only(offers: &Offers) -> Option<String> {
         let [offered] = &offers["yunion.io/mps-20gib"][..] else { panic!("{offers:?}") };
         offered.unusable.clone()
     }
@@ -145,8 +116,8 @@ mod tests {
     #[test]
     fn each_size_is_a_resource_with_its_slices() {
         let slices = [slice("06-0", 20480, 25), slice("06-1", 61440, 75), slice("07-0", 20480, 25)];
-        let offers = Remembered::default().offers(&slices, &naming(), false);
-        let names: Vec<(&str, Vec<&str>)> = offers
+        let found = offers(&mut BTreeMap::new(), &slices, &naming(), false);
+        let names: Vec<(&str, Vec<&str>)> = found
             .iter()
             .map(|(name, devices)| {
                 (name.as_str(), devices.iter().map(|device| device.name.as_str()).collect())
@@ -156,28 +127,29 @@ mod tests {
             names,
             [("yunion.io/mps-20gib", vec!["06-0", "07-0"]), ("yunion.io/mps-60gib", vec!["06-1"])]
         );
-        assert!(offers.values().flatten().all(|device| device.unusable.is_none()));
+        assert!(found.values().flatten().all(|device| device.unusable.is_none()));
     }
 
     #[test]
     fn a_slice_of_a_pod_is_healthy_while_it_is_served_and_another_one_while_a_container_may_have_it() {
-        let unhealthy = || Some(Unusable::Unhealthy("drained".to_owned()));
-        let taken = || Some(Unusable::Taken("4f1c".to_owned()));
+        let unhealthy = || Some("drained".to_owned());
+        let taken = || Some("taken by 4f1c outside Kubernetes; see yunion-mpsctl list -o wide".to_owned());
+        let unwatched = || Some(UNWATCHED.to_owned());
         let lost = |slice| NodeSlice { served: false, ..drained(slice) };
         let (free, pods, strangers) = (slice("06-0", 20480, 25), of_pod("06-0"), bound("06-0", "4f1c"));
         for (slice, healthy, while_away) in [
-            (free.clone(), None, Some(Unusable::Unwatched)),
-            (drained(free.clone()), unhealthy(), Some(Unusable::Unwatched)),
-            (lost(free), unhealthy(), Some(Unusable::Unwatched)),
+            (free.clone(), None, unwatched()),
+            (drained(free.clone()), unhealthy(), unwatched()),
+            (lost(free), unhealthy(), unwatched()),
             (pods.clone(), None, None),
             (drained(pods.clone()), None, None),
             (lost(pods), unhealthy(), unhealthy()),
-            (strangers.clone(), taken(), Some(Unusable::Unwatched)),
-            (drained(strangers), unhealthy(), Some(Unusable::Unwatched)),
+            (strangers.clone(), taken(), unwatched()),
+            (drained(strangers), unhealthy(), unwatched()),
         ] {
-            for (unwatched, expected) in [(false, healthy), (true, while_away)] {
-                let offers = Remembered::default().offers(std::slice::from_ref(&slice), &naming(), unwatched);
-                assert_eq!(only(&offers), expected, "{slice:?} {unwatched}");
+            for (away, expected) in [(false, healthy), (true, while_away)] {
+                let found = offers(&mut BTreeMap::new(), std::slice::from_ref(&slice), &naming(), away);
+                assert_eq!(only(&found), expected, "{slice:?} {away}");
             }
         }
     }
@@ -186,41 +158,42 @@ mod tests {
     fn a_new_container_gets_a_healthy_slice_that_no_stranger_has() {
         assert_eq!(refusal(&slice("06-0", 20480, 25)), None);
         assert_eq!(refusal(&of_pod("06-0")), None, "its hook waits for the end of the other pod");
-        assert_eq!(refusal(&drained(of_pod("06-0"))), Some(Unusable::Unhealthy("drained".to_owned())));
-        assert_eq!(refusal(&bound("06-0", "4f1c")), Some(Unusable::Taken("4f1c".to_owned())));
+        assert_eq!(refusal(&drained(of_pod("06-0"))), Some("drained".to_owned()));
+        assert!(refusal(&bound("06-0", "4f1c")).is_some_and(|why| why.starts_with("taken by 4f1c outside")));
     }
 
     #[test]
     fn a_pod_keeps_the_name_under_which_its_slice_was_given() {
-        let mut remembered = Remembered::default();
-        remembered.offers(&[of_pod("06-0"), slice("06-1", 20480, 25)], &naming(), false);
+        let mut remembered = BTreeMap::new();
+        offers(&mut remembered, &[of_pod("06-0"), slice("06-1", 20480, 25)], &naming(), false);
         let smaller = slice("06-2", 20479, 25).share;
         let cut = |slice: NodeSlice| NodeSlice { share: smaller, ..slice };
         let after = [cut(of_pod("06-0")), cut(slice("06-1", 20480, 25))];
-        let offers = remembered.offers(&after, &naming(), false);
-        assert_eq!(offers.keys().collect::<Vec<_>>(), ["yunion.io/mps-19gib", "yunion.io/mps-20gib"]);
-        let offers = remembered.offers(&[cut(slice("06-0", 20480, 25)), after[1].clone()], &naming(), false);
-        assert_eq!(offers.keys().collect::<Vec<_>>(), ["yunion.io/mps-19gib"]);
+        let found = offers(&mut remembered, &after, &naming(), false);
+        assert_eq!(found.keys().collect::<Vec<_>>(), ["yunion.io/mps-19gib", "yunion.io/mps-20gib"]);
+        let found =
+            offers(&mut remembered, &[cut(slice("06-0", 20480, 25)), after[1].clone()], &naming(), false);
+        assert_eq!(found.keys().collect::<Vec<_>>(), ["yunion.io/mps-19gib"]);
     }
 
     #[test]
     fn a_gpu_that_the_driver_has_lost_keeps_its_resource() {
-        let mut remembered = Remembered::default();
+        let mut remembered = BTreeMap::new();
         let unknown = NodeSlice { share: None, healthy: false, served: false, ..slice("06-0", 20480, 25) };
         let unknown = [unknown];
-        assert!(remembered.offers(&unknown, &naming(), false).is_empty(), "never known");
-        remembered.offers(&[slice("06-0", 20480, 25)], &naming(), false);
-        let lost = remembered.offers(&unknown, &naming(), false);
-        assert!(matches!(only(&lost), Some(Unusable::Unhealthy(_))), "{lost:?}");
-        assert!(remembered.offers(&[], &naming(), false).is_empty());
-        assert!(remembered.offers(&unknown, &naming(), false).is_empty(), "forgotten");
+        assert!(offers(&mut remembered, &unknown, &naming(), false).is_empty(), "never known");
+        offers(&mut remembered, &[slice("06-0", 20480, 25)], &naming(), false);
+        let lost = offers(&mut remembered, &unknown, &naming(), false);
+        assert_eq!(only(&lost), Some("not healthy; see yunion-mpsctl status".to_owned()));
+        assert!(offers(&mut remembered, &[], &naming(), false).is_empty());
+        assert!(offers(&mut remembered, &unknown, &naming(), false).is_empty(), "forgotten");
     }
 
     #[test]
     fn there_are_not_more_resources_than_a_node_can_have() {
         let slices: Vec<NodeSlice> =
             (1..=100).map(|gib| slice(&format!("06-{gib}"), gib * 1024, 1)).collect();
-        let offers = Remembered::default().offers(&slices, &naming(), false);
-        assert_eq!(offers.len(), MOST);
+        let found = offers(&mut BTreeMap::new(), &slices, &naming(), false);
+        assert_eq!(found.len(), MOST);
     }
 }

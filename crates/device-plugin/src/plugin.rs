@@ -7,17 +7,19 @@ use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
+use clap::Parser;
+use common::host::readable::Readable;
 use common::whole_file;
 use sd_notify::NotifyState;
 use tokio::signal::unix::{Signal, SignalKind, signal};
-use tokio::sync::watch;
-use tokio::task::JoinSet;
+use tokio::sync::watch::channel;
+use tokio::task::{self, JoinSet};
 use tokio::time::{Instant, sleep_until};
 
-use crate::counters::Counters;
-use crate::kubelet::{DirectoryChanges, Kubelet, SocketFile};
+use crate::counters::{Counters, REGISTRATIONS};
+use crate::kubelet::{SocketFile, kubelet_socket, next_change, register, watch};
 use crate::names::Naming;
-use crate::offers::{Offers, Remembered};
+use crate::offers::{Offers, offers};
 use crate::preference::Placement;
 use crate::resource::{Manner, Registration, Resource};
 use crate::service::{ServiceView, follow};
@@ -31,35 +33,52 @@ const LATER: Duration = Duration::from_secs(10);
 /// The time in which a kubelet that has accepted a registration should ask for the list of devices.
 const LISTENS: Duration = Duration::from_secs(15);
 
-/// The options that the administrator has chosen.
-#[derive(Debug)]
-pub(crate) struct Choices {
-    pub(crate) kubelet_directory: PathBuf,
-    pub(crate) naming: Naming,
-    pub(crate) grace: Duration,
-    pub(crate) metrics: Option<PathBuf>,
-    pub(crate) placement: Placement,
-    pub(crate) without_cdi: bool,
-}
-
-/// The result of a registration with the kubelet.
-struct Registered {
-    resource: String,
-    /// The socket of the resource, and the kubelet's socket.
-    own: SocketFile,
-    kubelet: SocketFile,
-    answer: Result<(), String>,
+/// Hands the slices of yunion-mps-daemon to the kubelet, one resource for each size of slice.
+///
+/// A size is named after its memory in GiB, rounded down: yunion.io/mps-20gib. A pod asks for one of it in
+/// resources.limits. docs/kubernetes.md has the whole rule, and examples.
+#[derive(Debug, Parser)]
+#[command(name = "yunion-mps-device-plugin", version)]
+#[command(
+    after_help = "The program needs root, yunion-mps-daemon on this host, and the system bus of the host (/run/dbus in a pod). It waits for the service and for the kubelet, and registers again when the kubelet restarts.\n\n\
+    Exit status: 0 (stopped by a signal), 1 (failed), 2 (wrong usage).\n\n\
+    Examples:\n  \
+    yunion-mps-device-plugin\n  \
+    yunion-mps-device-plugin --resource small=20GiB --resource fast=20GiB:50 --preferred spread\n  \
+    yunion-mps-device-plugin --without-cdi --metrics /var/lib/prometheus/node-exporter/yunion-mps-device-plugin.prom"
+)]
+pub(crate) struct Arguments {
+    /// The kubelet's directory, with device-plugins in it
+    #[arg(long, value_name = "DIR", default_value = "/var/lib/kubelet")]
+    kubelet_directory: PathBuf,
+    #[command(flatten)]
+    naming: Naming,
+    /// The GPU that a container gets a slice of
+    #[arg(long, value_enum, default_value_t = Placement::Pack)]
+    preferred: Placement,
+    /// Give containers environment variables, mounts and device nodes, but no CDI devices: for container engines without CDI
+    /// that use NVIDIA's runtime. Nothing then binds a container to its slice
+    #[arg(long)]
+    without_cdi: bool,
+    /// The time that the service may be away before its slices are unhealthy
+    #[arg(long, value_name = "SECONDS", default_value_t = 30, value_parser = clap::value_parser!(u64).range(..=3600))]
+    grace: u64,
+    /// Keep metrics in this file, for the textfile collector of Prometheus's node exporter
+    #[arg(long, value_name = "FILE")]
+    metrics: Option<PathBuf>,
 }
 
 /// The state of the main loop.
 struct Plugin {
-    choices: Choices,
+    arguments: Arguments,
     manner: Manner,
-    kubelet: Kubelet,
+    /// The directory in which device plugins make their sockets.
+    directory: PathBuf,
     /// Registrations that the kubelet has not answered yet. The loop does not wait for an answer: the kubelet answers
     /// only after it has reached the plugin's socket, and the loop may have to make that socket again.
-    registrations: JoinSet<Registered>,
-    remembered: Remembered,
+    registrations: JoinSet<Result<(), String>>,
+    /// The name of the resource of each slice.
+    names: BTreeMap<String, String>,
     resources: BTreeMap<String, Resource>,
     /// The metrics, as they were last written to the file.
     written: String,
@@ -70,41 +89,43 @@ struct Plugin {
 }
 
 /// Runs the device plugin until a signal ends it.
-pub(crate) async fn run(choices: Choices) -> io::Result<()> {
+pub(crate) async fn run(arguments: Arguments) -> io::Result<()> {
     let mut terminate: Signal = signal(SignalKind::terminate())?;
     let mut interrupt: Signal = signal(SignalKind::interrupt())?;
-    let (sender, mut view) = watch::channel(ServiceView::unknown());
+    let (sender, mut view) = channel(ServiceView::unknown());
     tokio::spawn(follow(sender));
-    let kubelet = Kubelet::new(choices.kubelet_directory.clone());
     let manner = Manner {
-        placement: choices.placement,
-        without_cdi: choices.without_cdi,
+        placement: arguments.preferred,
+        without_cdi: arguments.without_cdi,
         counters: Counters::default(),
         service: view.clone(),
     };
     let mut plugin = Plugin {
-        choices,
+        directory: arguments.kubelet_directory.join("device-plugins"),
+        arguments,
         manner,
-        kubelet,
         registrations: JoinSet::new(),
-        remembered: Remembered::default(),
+        names: BTreeMap::new(),
         resources: BTreeMap::new(),
         written: String::new(),
         status: None,
         said: BTreeMap::new(),
     };
-    let mut directory = DirectoryChanges::default();
+    let mut watched = None;
     loop {
-        if !directory.is_watching() {
-            directory = plugin.watch_directory();
+        if watched.is_none() {
+            watched = plugin.watch_directory();
         }
         let service = view.borrow_and_update().clone();
         let pause = plugin.bring_up_to_date(&service)?;
         plugin.tell_systemd(&service);
         tokio::select! {
             changed = view.changed() => changed.map_err(io::Error::other)?,
-            () = directory.next() => {}
-            Some(ended) = plugin.registrations.join_next() => plugin.hear(ended.map_err(io::Error::other)?),
+            () = next_change(&mut watched) => {}
+            Some(ended) = plugin.registrations.join_next_with_id() => {
+                let (task, answer) = ended.map_err(io::Error::other)?;
+                plugin.hear(task, answer);
+            }
             () = sleep_until(Instant::now() + pause) => {}
             _ = terminate.recv() => return Ok(()),
             _ = interrupt.recv() => return Ok(()),
@@ -113,11 +134,10 @@ pub(crate) async fn run(choices: Choices) -> io::Result<()> {
 }
 
 impl Plugin {
-    fn watch_directory(&mut self) -> DirectoryChanges {
-        let directory = self.kubelet.plugins();
-        let watched = DirectoryChanges::watch(&directory);
+    fn watch_directory(&mut self) -> Option<Readable> {
+        let watched = watch(&self.directory);
         let complaint = watched.as_ref().err().map(|error| {
-            let place = directory.display();
+            let place = self.directory.display();
             match error.kind() {
                 io::ErrorKind::NotFound => {
                     format!("{place}: {error}; waiting for the kubelet, which makes this directory")
@@ -129,24 +149,24 @@ impl Plugin {
             }
         });
         self.say("directory", complaint);
-        watched.unwrap_or_default()
+        watched.ok()
     }
 
     /// Makes sockets and registrations match the service and the kubelet, and returns the time until the next look.
     fn bring_up_to_date(&mut self, service: &ServiceView) -> io::Result<Duration> {
         self.say("service", service.complaint());
         let Some(slices) = &service.slices else { return Ok(SOON) };
-        self.say("names", self.choices.naming.joined(slices.iter().filter_map(|slice| slice.share)));
+        self.say("names", self.arguments.naming.joined(slices.iter().filter_map(|slice| slice.share)));
         // The kubelet's socket is looked up before the plugin's sockets. When a kubelet starts, it removes all sockets and
         // then makes its own. In this order, the later check of the plugin's sockets notices if a kubelet has removed them
         // before it made its own.
-        let kubelet = self.kubelet.socket();
-        let unwatched = service.is_away_for(self.choices.grace);
-        let offers = self.remembered.offers(slices, &self.choices.naming, unwatched);
+        let kubelet = SocketFile::at(&kubelet_socket(&self.directory));
+        let unwatched = service.is_away_for(Duration::from_secs(self.arguments.grace));
+        let offers = offers(&mut self.names, slices, &self.arguments.naming, unwatched);
         self.serve(&offers)?;
         let registered = self.register(kubelet);
         self.write_metrics(&offers);
-        let waits_for_service = service.absence.is_some() && !unwatched;
+        let waits_for_service = service.absent_since.is_some() && !unwatched;
         Ok(if waits_for_service || registered < offers.len() { SOON } else { LATER })
     }
 
@@ -182,14 +202,13 @@ impl Plugin {
                 }
                 continue;
             }
-            let directory = self.kubelet.plugins();
-            let path = directory.join(socket_name(name));
+            let path = self.directory.join(socket_name(name));
             match Resource::serve(name, &path, offered.clone(), self.manner.clone()) {
                 Ok(resource) => {
                     tracing::info!("{name}: {}", devices_in_words(offers, name));
                     self.resources.insert(name.clone(), resource);
                 }
-                Err(error) if is_former_directory(&directory, &error) => {
+                Err(error) if is_former_directory(&self.directory, &error) => {
                     return Err(io::Error::other(format!(
                         "{path}: {error}: the directory was replaced, and this process can reach the old \
                          directory alone; start the program again, as its unit does by itself",
@@ -206,14 +225,9 @@ impl Plugin {
     /// Registers every resource that this kubelet does not know. Returns the number of resources that the kubelet listens to.
     fn register(&mut self, kubelet: Option<SocketFile>) -> usize {
         let Some(kubelet) = kubelet else {
-            let directory = self.kubelet.plugins();
-            self.say(
-                "kubelet",
-                Some(format!(
-                    "{directory}: no kubelet.sock; waiting for the kubelet",
-                    directory = directory.display()
-                )),
-            );
+            let directory = self.directory.display();
+            let complaint = format!("{directory}: no kubelet.sock; waiting for the kubelet");
+            self.say("kubelet", Some(complaint));
             return 0;
         };
         let (mut listens, mut deaf) = (0, None);
@@ -226,7 +240,7 @@ impl Plugin {
                     listens += 1;
                     continue;
                 }
-                Registration::Asked(with) if with == kubelet => continue,
+                Registration::Asked(with, _) if with == kubelet => continue,
                 Registration::Failed(with, at) if with == kubelet && at.elapsed() < SOON => continue,
                 Registration::Accepted(with, at) if with == kubelet && at.elapsed() < LISTENS => continue,
                 Registration::Accepted(with, _) if with == kubelet => {
@@ -237,12 +251,8 @@ impl Plugin {
                 }
                 _ => {}
             }
-            resource.registration = Registration::Asked(kubelet);
-            let (asked, name, own) = (self.kubelet.clone(), name.clone(), resource.file());
-            self.registrations.spawn(async move {
-                let answer = asked.register(&name, socket_name(&name)).await;
-                Registered { resource: name, own, kubelet, answer }
-            });
+            let asked = register(kubelet_socket(&self.directory), name.clone(), socket_name(name));
+            resource.registration = Registration::Asked(kubelet, self.registrations.spawn(asked).id());
         }
         if deaf.is_some() || listens == self.resources.len() {
             self.say("listener", deaf);
@@ -251,16 +261,16 @@ impl Plugin {
     }
 
     /// Records the kubelet's answer to a registration, unless the answer is about an earlier socket.
-    fn hear(&mut self, ended: Registered) {
-        let Registered { resource: name, own, kubelet, answer } = ended;
-        let is_asked = |resource: &&mut Resource| {
-            resource.file() == own && resource.registration == Registration::Asked(kubelet)
-        };
-        let Some(resource) = self.resources.get_mut(&name).filter(is_asked) else { return };
+    fn hear(&mut self, task: task::Id, answer: Result<(), String>) {
+        let asked = self.resources.iter_mut().find_map(|(name, resource)| match resource.registration {
+            Registration::Asked(kubelet, by) if by == task => Some((name, resource, kubelet)),
+            _ => None,
+        });
+        let Some((name, resource, kubelet)) = asked else { return };
         let complaint = match answer {
             Ok(()) => {
                 resource.registration = Registration::Accepted(kubelet, Instant::now());
-                self.manner.counters.registered(&name);
+                self.manner.counters.count(name, REGISTRATIONS);
                 // A kubelet that accepts registrations but never reads the list of devices is reported by another
                 // message.
                 if !self.said.contains_key("listener") {
@@ -277,7 +287,7 @@ impl Plugin {
     }
 
     fn write_metrics(&mut self, offers: &Offers) {
-        let Some(file) = &self.choices.metrics else { return };
+        let Some(file) = &self.arguments.metrics else { return };
         let text = self.manner.counters.text(offers);
         if text == self.written {
             return;

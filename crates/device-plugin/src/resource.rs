@@ -2,31 +2,29 @@
 
 use std::collections::BTreeSet;
 use std::convert::Infallible;
+use std::fmt::Display;
 use std::io;
 use std::path::{Path, PathBuf};
-use std::sync::Arc;
 use std::time::Duration;
 
 use common::bus::proxy::{BusError, DaemonProxy, SliceWish};
 use common::published::container::ContainerConfig;
 use tokio::net::UnixListener;
 use tokio::sync::watch;
+use tokio::task;
 use tokio::time::{Instant, sleep, timeout_at};
 use tokio_stream::wrappers::{UnixListenerStream, WatchStream};
 use tokio_stream::{Stream, StreamExt};
 use tonic::body::Body;
 use tonic::server::Grpc;
 use tonic::transport::Server;
-use tonic::{Code, Request, Response, Status};
+use tonic::{Request, Response, Status};
 use tower::service_fn;
 
-use crate::allocation::{RefusedAllocation, by_cdi, by_cdi_of_gpus, slices_for, without_cdi};
-use crate::api::{
-    self, AllocateAnswer, AllocateRequest, ChosenForContainer, ContainerSettings, ListedDevice, Nothing,
-    NumaNode, NumaNodes, PreferredAnswer, PreferredRequest, ResourceList,
-};
+use crate::allocation::{by_cdi, by_cdi_of_gpus, slices_for, without_cdi};
+use crate::api::{self, ContainerSettings, DevicesOfContainer, ListedDevice, PreferredOfContainer, Repeated};
 use crate::codec::Protobuf;
-use crate::counters::Counters;
+use crate::counters::{ALLOCATIONS, Counters, REFUSALS};
 use crate::kubelet::{SocketFile, is_alive, options};
 use crate::offers::Offered;
 use crate::preference::{Placement, preferred};
@@ -59,20 +57,13 @@ pub(crate) struct Manner {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Registration {
     Missing,
-    /// The kubelet has got the registration, and has not answered.
-    Asked(SocketFile),
+    /// The kubelet has got the registration, and has not answered. The task waits for the answer.
+    Asked(SocketFile, task::Id),
     Failed(SocketFile, Instant),
     /// The kubelet has accepted the registration, and does not read the list of devices yet.
     Accepted(SocketFile, Instant),
     /// The kubelet reads the list of devices.
     Listens(SocketFile),
-}
-
-/// The part of a resource that answers the kubelet.
-struct ResourceAnswers {
-    name: String,
-    manner: Manner,
-    offered: watch::Receiver<Vec<Offered>>,
 }
 
 /// The connections to a socket, with a pause after a failure: if the process has too many open files, for example, the next
@@ -119,11 +110,11 @@ impl Resource {
         let listener = UnixListener::bind(path)?;
         let file = SocketFile::at(path).ok_or_else(|| io::Error::other("the socket was removed at once"))?;
         let (sender, receiver) = watch::channel(offered);
-        let answers = Arc::new(ResourceAnswers { name: name.to_owned(), manner, offered: receiver });
+        let name = name.to_owned();
         let mut until_dropped = sender.subscribe();
         let answer = service_fn(move |request| {
-            let answers = answers.clone();
-            async move { Ok::<_, Infallible>(answer(answers, request).await) }
+            let (name, manner, offered) = (name.clone(), manner.clone(), receiver.clone());
+            async move { Ok::<_, Infallible>(answer(&name, &manner, &offered, request).await) }
         });
         tokio::spawn(async move {
             let server = Server::builder()
@@ -139,11 +130,6 @@ impl Resource {
             }
         });
         Ok(Self { path: path.to_owned(), file, offered: sender, registration: Registration::Missing })
-    }
-
-    /// The identity of the socket that this resource has made.
-    pub(crate) fn file(&self) -> SocketFile {
-        self.file
     }
 
     /// True if the socket still exists: a kubelet that starts removes all sockets.
@@ -176,31 +162,35 @@ impl Drop for Resource {
     }
 }
 
-async fn answer(answers: Arc<ResourceAnswers>, request: http::Request<Body>) -> http::Response<Body> {
+/// Answers a call of the kubelet about the resource `name`, which has the devices `offered`.
+async fn answer(
+    name: &str,
+    manner: &Manner,
+    offered: &watch::Receiver<Vec<Offered>>,
+    request: http::Request<Body>,
+) -> http::Response<Body> {
     match request.uri().path() {
         api::OPTIONS => {
-            let options =
-                service_fn(|_: Request<Nothing>| async { Ok::<_, Status>(Response::new(options())) });
+            let options = service_fn(|_: Request<()>| async { Ok::<_, Status>(Response::new(options())) });
             Grpc::new(Protobuf::default()).unary(options, request).await
         }
         api::LIST_AND_WATCH => {
-            let list = service_fn(|_: Request<Nothing>| {
-                let lists = WatchStream::new(answers.offered.clone());
+            let list = service_fn(|_: Request<()>| {
+                let lists = WatchStream::new(offered.clone());
                 async { Ok::<_, Status>(Response::new(lists.map(|offered| Ok::<_, Status>(list(&offered))))) }
             });
             Grpc::new(Protobuf::default()).server_streaming(list, request).await
         }
         api::PREFERRED => {
-            let choose = service_fn(|request: Request<PreferredRequest>| {
-                let answer = choose(request.into_inner(), &answers.manner);
+            let choose = service_fn(|request: Request<_>| {
+                let answer = choose(request.into_inner(), manner);
                 async { Ok::<_, Status>(Response::new(answer)) }
             });
             Grpc::new(Protobuf::default()).unary(choose, request).await
         }
         api::ALLOCATE => {
-            let allocate = service_fn(|request: Request<AllocateRequest>| {
-                let answers = answers.clone();
-                async move { allocate(&answers, request.into_inner()).await.map(Response::new) }
+            let allocate = service_fn(async |request: Request<_>| {
+                allocate(name, manner, offered, request.into_inner()).await.map(Response::new)
             });
             Grpc::new(Protobuf::default()).unary(allocate, request).await
         }
@@ -208,39 +198,43 @@ async fn answer(answers: Arc<ResourceAnswers>, request: http::Request<Body>) -> 
     }
 }
 
-fn list(offered: &[Offered]) -> ResourceList {
+fn list(offered: &[Offered]) -> Repeated<ListedDevice> {
     let device = |device: &Offered| ListedDevice {
         id: device.name.clone(),
         health: if device.unusable.is_none() { api::HEALTHY } else { api::UNHEALTHY }.to_owned(),
-        topology: device.numa_node.map(|id| NumaNodes { nodes: vec![NumaNode { id }] }),
+        topology: device.numa_node.map(|node| Repeated { all: vec![node] }),
     };
-    ResourceList { devices: offered.iter().map(device).collect() }
+    Repeated { all: offered.iter().map(device).collect() }
 }
 
-fn choose(request: PreferredRequest, manner: &Manner) -> PreferredAnswer {
+fn choose(request: Repeated<PreferredOfContainer>, manner: &Manner) -> Repeated<DevicesOfContainer> {
     let owned: BTreeSet<String> = {
         let service = manner.service.borrow();
         let owned = service.slices.iter().flatten().filter(|slice| !slice.bound_to.is_empty());
         owned.map(|slice| slice.name.clone()).collect()
     };
-    let containers = request.containers.into_iter().map(|asked| {
+    let containers = request.all.into_iter().map(|asked| {
         let number = usize::try_from(asked.size).unwrap_or_default();
         let has_owner = |name: &str| owned.contains(name);
         let devices = preferred(&asked.available, &asked.must_include, number, manner.placement, has_owner);
-        ChosenForContainer { devices }
+        DevicesOfContainer { devices }
     });
-    PreferredAnswer { containers: containers.collect() }
+    Repeated { all: containers.collect() }
 }
 
-async fn allocate(answers: &ResourceAnswers, request: AllocateRequest) -> Result<AllocateAnswer, Status> {
-    let resource = &answers.name;
+async fn allocate(
+    resource: &str,
+    manner: &Manner,
+    offered: &watch::Receiver<Vec<Offered>>,
+    request: Repeated<DevicesOfContainer>,
+) -> Result<Repeated<ContainerSettings>, Status> {
     let mut containers = Vec::new();
-    for asked in request.containers {
+    for asked in request.all {
         let names = asked.devices.join(", ");
-        match settings(answers, &asked.devices).await {
+        match settings(resource, manner, offered, &asked.devices).await {
             Ok(settings) => {
                 tracing::info!("{resource}: gave {names} to a container");
-                answers.manner.counters.allocated(resource);
+                manner.counters.count(resource, ALLOCATIONS);
                 containers.push(settings);
             }
             Err(refused) => {
@@ -248,30 +242,34 @@ async fn allocate(answers: &ResourceAnswers, request: AllocateRequest) -> Result
                     "{resource}: refused {names} to a container: {message}",
                     message = refused.message()
                 );
-                answers.manner.counters.refused(resource);
+                manner.counters.count(resource, REFUSALS);
                 return Err(refused);
             }
         }
     }
-    Ok(AllocateAnswer { containers })
+    Ok(Repeated { all: containers })
 }
 
 /// Asks the service for the settings of one container.
-async fn settings(answers: &ResourceAnswers, names: &[String]) -> Result<ContainerSettings, Status> {
+async fn settings(
+    resource: &str,
+    manner: &Manner,
+    offered: &watch::Receiver<Vec<Offered>>,
+    names: &[String],
+) -> Result<ContainerSettings, Status> {
     let (service, now) = ask_service(names).await?;
-    let offered = answers.offered.borrow().clone();
-    let slices = slices_for(&answers.name, names, &offered, &now).map_err(|refusal| status(&refusal))?;
+    let slices = slices_for(resource, names, &offered.borrow(), &now)?;
     let config = async || -> Result<ContainerConfig, Status> {
         // The kubelet decides which pod has a slice. `share` lets the pod have the slice even while a container of the former
         // pod is still ending.
         let wish = SliceWish { names: names.to_vec(), free: false, share: true };
-        let taken = service.take(&wish).await.map_err(|error| no_answer(names, &error.into()))?;
+        let taken = service.take(&wish).await.map_err(|error| no_answer(names, &error))?;
         Ok(taken.1)
     };
     match &slices[..] {
-        slices if answers.manner.without_cdi => Ok(without_cdi(slices, config().await?)),
-        [slice] => by_cdi(slice).map_err(|refusal| status(&refusal)),
-        slices => by_cdi_of_gpus(slices, config().await?).map_err(|refusal| status(&refusal)),
+        slices if manner.without_cdi => Ok(without_cdi(slices, config().await?)),
+        [slice] => by_cdi(slice),
+        slices => by_cdi_of_gpus(slices, config().await?),
     }
 }
 
@@ -298,17 +296,8 @@ async fn ask_service(names: &[String]) -> Result<(DaemonProxy, Vec<NodeSlice>), 
     }
 }
 
-fn no_answer(names: &[String], error: &NoAnswer) -> Status {
+fn no_answer(names: &[String], error: &dyn Display) -> Status {
     Status::unavailable(format!("{}: {error}", names.join(", ")))
-}
-
-fn status(refusal: &RefusedAllocation) -> Status {
-    let code = match refusal {
-        RefusedAllocation::Nothing { .. } | RefusedAllocation::OneGpu { .. } => Code::InvalidArgument,
-        RefusedAllocation::Unknown { .. } => Code::NotFound,
-        RefusedAllocation::Unusable { .. } | RefusedAllocation::NoUuid { .. } => Code::FailedPrecondition,
-    };
-    Status::new(code, refusal.to_string())
 }
 
 #[cfg(test)]

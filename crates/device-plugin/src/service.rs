@@ -1,6 +1,7 @@
 //! yunion-mps-daemon as this program sees it: the slices according to the service's last answer, and the time since which
 //! the service has not answered.
 
+use std::error::Error;
 use std::time::{Duration, Instant};
 
 use common::bus::proxy::{BusError, DaemonProxy, Listed};
@@ -20,54 +21,37 @@ const REFRESH: Duration = Duration::from_secs(30);
 /// The longest time that the plugin waits for the service's list of slices.
 const ANSWER: Duration = Duration::from_secs(10);
 
-/// The reason why the service does not list its slices.
-#[derive(Debug, thiserror::Error)]
-pub(crate) enum NoAnswer {
-    #[error(transparent)]
-    Bus(#[from] BusError),
-    #[error("yunion-mps-daemon is starting and reads the GPUs first")]
-    Starting,
-}
+/// The reason why the service does not list its slices, for people.
+pub(crate) type NoAnswer = Box<dyn Error + Send + Sync>;
 
 #[derive(Debug, Clone)]
 pub(crate) struct ServiceView {
     /// The slices according to the service's last answer. None until the first answer of the service.
     pub(crate) slices: Option<Vec<NodeSlice>>,
-    /// The absence of the service. None while the service answers.
-    pub(crate) absence: Option<Absence>,
-}
-
-#[derive(Debug, Clone)]
-pub(crate) struct Absence {
-    pub(crate) since: Instant,
-    /// The reason why the service does not answer; empty before the first question.
+    /// The beginning of the service's absence. None while the service answers.
+    pub(crate) absent_since: Option<Instant>,
+    /// The reason why the service does not answer; empty while the service answers, and before the first question.
     why: String,
-}
-
-impl Absence {
-    fn begins() -> Self {
-        Self { since: Instant::now(), why: String::new() }
-    }
 }
 
 impl ServiceView {
     /// The view before the service has given its first answer.
     pub(crate) fn unknown() -> Self {
-        Self { slices: None, absence: Some(Absence::begins()) }
+        Self { slices: None, absent_since: Some(Instant::now()), why: String::new() }
     }
 
     /// True if the service has not answered for this time.
     pub(crate) fn is_away_for(&self, time: Duration) -> bool {
-        self.absence.as_ref().is_some_and(|absence| absence.since.elapsed() >= time)
+        self.absent_since.is_some_and(|since| since.elapsed() >= time)
     }
 
     /// The consequence of the service's absence for the slices, and the reason for the absence.
     pub(crate) fn complaint(&self) -> Option<String> {
-        let why = self.absence.as_ref().map(|absence| &absence.why).filter(|why| !why.is_empty())?;
-        Some(match self.slices {
-            Some(_) => format!("the slices are as they were last known: {why}"),
-            None => format!("no slice is known yet: {why}"),
-        })
+        let consequence = match self.slices {
+            Some(_) => "the slices are as they were last known",
+            None => "no slice is known yet",
+        };
+        (!self.why.is_empty()).then(|| format!("{consequence}: {}", self.why))
     }
 }
 
@@ -75,7 +59,7 @@ impl ServiceView {
 pub(crate) async fn follow(view: watch::Sender<ServiceView>) {
     while !view.is_closed() {
         if let Err(error) = follow_bus(&view).await {
-            gone(&view, &error);
+            gone(&view, error.to_string());
         }
         sleep(RETRY).await;
     }
@@ -92,7 +76,7 @@ async fn follow_bus(view: &watch::Sender<ServiceView>) -> Result<(), NoAnswer> {
                 REFRESH
             }
             Err(error) => {
-                gone(view, &error);
+                gone(view, error.to_string());
                 RETRY
             }
         };
@@ -105,7 +89,8 @@ async fn follow_bus(view: &watch::Sender<ServiceView>) -> Result<(), NoAnswer> {
 
 fn answered(view: &watch::Sender<ServiceView>, slices: Vec<NodeSlice>) {
     view.send_if_modified(|view| {
-        let came = view.absence.take().is_some();
+        let came = view.absent_since.take().is_some();
+        view.why.clear();
         if came {
             tracing::info!("yunion-mps-daemon answers: {} slices", slices.len());
         }
@@ -115,12 +100,11 @@ fn answered(view: &watch::Sender<ServiceView>, slices: Vec<NodeSlice>) {
     });
 }
 
-fn gone(view: &watch::Sender<ServiceView>, error: &NoAnswer) {
-    let why = error.to_string();
+fn gone(view: &watch::Sender<ServiceView>, why: String) {
     view.send_if_modified(|view| {
-        let absence = view.absence.get_or_insert_with(Absence::begins);
-        let changed = absence.why != why;
-        absence.why = why;
+        view.absent_since.get_or_insert_with(Instant::now);
+        let changed = view.why != why;
+        view.why = why;
         changed
     });
 }
@@ -131,7 +115,10 @@ pub(crate) async fn slices(service: &DaemonProxy) -> Result<Vec<NodeSlice>, NoAn
     let asked = async {
         // The state is asked before the list, so that the list is not older than the state.
         let is_starting = service.service().await?.state == State::Starting;
-        if is_starting { Err(NoAnswer::Starting) } else { Ok(service.devices().await?) }
+        if is_starting {
+            return Err("yunion-mps-daemon is starting and reads the GPUs first".into());
+        }
+        Ok::<_, NoAnswer>(service.devices().await?)
     };
     let rows: Vec<Listed<Device>> = timeout(ANSWER, asked).await.map_err(|_| BusError::Silent)??;
     Ok(rows.iter().map(|row| NodeSlice::from(&**row)).collect())
