@@ -1,4 +1,4 @@
-//! The last events in a few lines. Events with the same text share a line.
+//! The last events in a few lines. Events that are alike share a line.
 
 use crate::show::table::{Shown, Tone, cut, pairs};
 use crate::show::time;
@@ -11,22 +11,13 @@ const LINES: usize = 5;
 /// The width of the time of an event, with the blanks around it.
 const TIME: usize = "  2026-11-21 12:34:56  ".len();
 
-/// Events whose texts differ only in the processes that they name.
-#[derive(Debug)]
-struct Happened<'e> {
-    words: String,
-    /// The latest of the events that have this text.
-    last: &'e Event,
-    times: usize,
-}
-
 /// Makes a heading and the lines of the last events, in the order of time. If the last fault is older than the shown events, the
 /// first line is the fault: users look at the events for the reason of an error, and many events follow a fault. None if there
 /// are no events.
 pub(super) fn last_events(events: &[Listed<Event>], width: Option<usize>) -> Option<String> {
     let mut shown = folded(events);
     let surplus = shown.len().saturating_sub(LINES);
-    match shown.iter().rposition(|one| one.last.fault).filter(|fault| *fault < surplus) {
+    match shown.iter().rposition(|(one, _)| one.fault).filter(|fault| *fault < surplus) {
         Some(fault) => {
             shown.drain(fault + 1..=surplus);
             shown.drain(..fault);
@@ -35,41 +26,31 @@ pub(super) fn last_events(events: &[Listed<Event>], width: Option<usize>) -> Opt
     }
     let mut is_all = shown.len() == events.len();
     let mut lines = pairs();
-    for event in &shown {
-        let often = if event.times > 1 { format!("{} times: ", event.times) } else { String::new() };
-        let text = often + &event.last.text.shown();
+    for (event, times) in shown.iter().copied() {
+        let often = if times > 1 { format!("{times} times: ") } else { String::new() };
+        let text = often + &event.text.shown();
         let line = width.map_or_else(|| text.clone(), |width| cut(&text, width.saturating_sub(TIME)));
         is_all &= line == text;
-        let at = format!("  {}", time::local(time::from_microseconds(event.last.at)));
-        lines.add_toned_row([(at, None), (line, event.last.fault.then_some(Tone::Bad))]);
+        let at = format!("  {}", time::local(time::from_microseconds(event.at)));
+        lines.add_toned_row([(at, None), (line, event.fault.then_some(Tone::Bad))]);
     }
     let hint = if is_all { "" } else { "; yunion-mpsctl events prints all events in full" };
     (!shown.is_empty()).then(|| format!("Last events{hint}:\n{lines}"))
 }
 
-fn folded(events: &[Listed<Event>]) -> Vec<Happened<'_>> {
-    let mut all: Vec<Happened> = Vec::new();
+/// The last one of the events that are alike, and their number.
+fn folded(events: &[Listed<Event>]) -> Vec<(&Event, usize)> {
+    let mut all: Vec<(&Event, usize)> = Vec::new();
     for event in events {
-        let words = without_processes(&event.text);
-        let known = all.iter().position(|one| one.words == words).map(|index| all.remove(index));
-        let times = known.map_or(1, |known| known.times + 1);
-        all.push(Happened { words, last: event, times });
+        let known = all.iter().position(|(one, _)| are_alike(one, event)).map(|index| all.remove(index));
+        all.push((event, known.map_or(1, |(_, times)| times + 1)));
     }
     all
 }
 
-/// The text of an event without the numbers of processes, which differ each time.
-fn without_processes(text: &str) -> String {
-    let mut words: Vec<&str> = Vec::new();
-    for word in text.split(' ') {
-        let number = word.trim_start_matches('(').trim_end_matches([')', ',', ';', ':']);
-        let is_number = !number.is_empty() && number.bytes().all(|byte| byte.is_ascii_digit());
-        let names_a_process = words
-            .last()
-            .is_some_and(|last| ["PID", "server", "process"].contains(&last.trim_start_matches('(')));
-        words.push(if is_number && names_a_process { "N" } else { word });
-    }
-    words.join(" ")
+/// True if two events have the same text, or are about requests to end the same GPU work, which may have ended other clients.
+fn are_alike(one: &Event, other: &Event) -> bool {
+    one.text == other.text || one.ended_for.is_some() && one.ended_for == other.ended_for
 }
 
 #[cfg(test)]
@@ -94,28 +75,40 @@ mod tests {
     #[test]
     fn repeated_events_are_one_line_at_their_last_time() {
         let events = events(&[
-            "control daemon shared started as PID 1",
+            "configuration reloaded",
             "GPU 00:06.0 is lost",
+            "configuration reloaded",
             "control daemon shared started as PID 22",
-            "control daemon shared (PID 22) ended",
+            "configuration reloaded",
             "control daemon shared started as PID 333",
-            "server 5 is ready",
-            "server 6 is ready",
         ]);
         let folded = folded(&events);
-        let seen: Vec<(&str, usize)> = folded.iter().map(|one| (one.last.text.as_str(), one.times)).collect();
+        let seen: Vec<(&str, usize)> =
+            folded.iter().map(|(one, times)| (one.text.as_str(), *times)).collect();
         assert_eq!(
             seen,
             [
                 ("GPU 00:06.0 is lost", 1),
-                ("control daemon shared (PID 22) ended", 1),
-                ("control daemon shared started as PID 333", 3),
-                ("server 6 is ready", 2),
+                ("control daemon shared started as PID 22", 1),
+                ("configuration reloaded", 3),
+                ("control daemon shared started as PID 333", 1),
             ]
         );
         let said = last_events(&events, None).unwrap();
-        assert!(said.contains("  3 times: control daemon shared started as PID 333\n"), "{said}");
+        assert!(said.contains("  3 times: configuration reloaded\n"), "{said}");
         assert!(said.starts_with("Last events; yunion-mpsctl events prints all events in full:\n"), "{said}");
+    }
+
+    #[test]
+    fn requests_for_the_same_work_are_alike_and_requests_for_other_work_are_not() {
+        let event = |text: &str, ended_for: &[&str]| Event {
+            text: text.to_owned(),
+            ended_for: Some(ended_for.iter().map(|name| (*name).to_owned()).collect()),
+            ..Event::default()
+        };
+        let first = event("ended PID 7", &["00:06.0-1"]);
+        assert!(are_alike(&first, &event("ended PID 8", &["00:06.0-1"])));
+        assert!(!are_alike(&first, &event("ended PID 8", &["00:06.0-2"])));
     }
 
     #[test]
@@ -140,17 +133,5 @@ mod tests {
         }
         let (heading, lines) = shown(2, Some(TIME + 4)).unwrap();
         assert_eq!((heading.as_str(), &lines[..]), (hint, &["a".to_owned(), "fau…".to_owned()][..]));
-    }
-
-    #[test]
-    fn slices_and_gpus_are_not_processes() {
-        let events = events(&[
-            "00:06.0-1 is over its budget",
-            "00:06.0-2 is over its budget",
-            "12 GPUs lost",
-            "13 GPUs lost",
-        ]);
-        assert_eq!(folded(&events).len(), 4);
-        assert_eq!(without_processes("ended (PID 7), server 8; PID 9:"), "ended (PID N server N PID N");
     }
 }
