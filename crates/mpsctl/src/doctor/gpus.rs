@@ -3,7 +3,7 @@
 use mps_core::terms::DaemonId;
 
 use super::facts::Facts;
-use super::serving::{named, unless_served};
+use super::serving::{gpu_name, named, unless_served};
 use super::{Check, Outcome, Severity, each, error, finding, info, warning};
 use common::config::Isolation;
 use common::host::compute_mode::ComputeMode;
@@ -26,10 +26,7 @@ fn planned(facts: &Facts) -> Result<&[GpuPlan], Problem> {
 }
 
 fn names(gpu: &Gpu) -> String {
-    match &gpu.nvml {
-        Ok(facts) => format!("{} ({})", gpu.id(), facts.uuid),
-        Err(_) => gpu.id().to_string(),
-    }
+    gpu_name(&gpu.id(), gpu.uuid())
 }
 
 fn unusable(facts: &Facts) -> Outcome {

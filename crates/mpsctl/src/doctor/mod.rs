@@ -21,6 +21,7 @@ use std::time::Duration;
 
 use clap::Args;
 use serde::Serialize;
+use serde_json::json;
 
 use self::facts::Facts;
 pub(super) use self::service::why_not_running;
@@ -140,22 +141,13 @@ fn each<T, F: IntoIterator<Item = Finding>>(
 /// A check: the name of its subject, for people, and the function that makes the check.
 type Check = (&'static str, fn(&Facts) -> Outcome);
 
-/// A check that could not be made, and the reason.
-#[derive(Debug, Serialize)]
-struct NotChecked {
-    /// The name of the check's subject, for people.
-    check: &'static str,
-    reason: String,
-}
-
-#[derive(Debug, Serialize)]
+#[derive(Debug)]
 struct DoctorReport {
     findings: Vec<Finding>,
     /// The number of checks that could be made.
-    #[serde(rename = "checks_made")]
     made: usize,
-    /// The checks that were not possible: without them, an empty list of findings would prove little.
-    not_checked: Vec<NotChecked>,
+    /// The checks that were not possible, each with the reason: without them, an empty list of findings would prove little.
+    not_checked: Vec<(&'static str, String)>,
 }
 
 impl DoctorReport {
@@ -170,7 +162,7 @@ impl DoctorReport {
                     }
                 }
             }
-            Err(reason) => self.not_checked.push(NotChecked { check: what, reason: reason.into() }),
+            Err(reason) => self.not_checked.push((what, reason.into())),
         }
     }
 }
@@ -180,8 +172,15 @@ pub(super) async fn doctor(arguments: &Arguments, out: &mut dyn Write) -> Result
     let sources = Sources { config: arguments.config.clone(), sysroot: arguments.sysroot.clone() };
     let report = examine(&Arc::new(Facts::gather(sources).await));
     if arguments.json {
-        // The report becomes a JSON value first, so that its keys are sorted as in the output of all other commands.
-        print_json(out, &serde_json::to_value(&report)?)?;
+        let not_checked = report.not_checked.iter();
+        let not_checked = not_checked.map(|(check, reason)| json!({"check": check, "reason": reason}));
+        print_json(
+            out,
+            &json!({
+                "findings": report.findings, "checks_made": report.made,
+                "not_checked": not_checked.collect::<Vec<_>>(),
+            }),
+        )?;
     } else {
         write(&report, arguments.verbose, out)?;
     }
@@ -264,9 +263,9 @@ fn write(report: &DoctorReport, verbose: bool, out: &mut dyn Write) -> io::Resul
     }
 }
 
-fn write_not_checked(not_checked: &[NotChecked], out: &mut dyn Write) -> io::Result<()> {
+fn write_not_checked(not_checked: &[(&str, String)], out: &mut dyn Write) -> io::Result<()> {
     let mut by_reason: BTreeMap<&str, Vec<&str>> = BTreeMap::new();
-    for NotChecked { check, reason } in not_checked {
+    for (check, reason) in not_checked {
         by_reason.entry(reason).or_default().push(check);
     }
     for (reason, checks) in by_reason {

@@ -1,6 +1,7 @@
 //! Problems that the service reports, and problems that its clients will notice.
 
 use std::collections::BTreeMap;
+use std::fmt::Display;
 
 use super::facts::Facts;
 use super::{Check, Finding, Outcome, Severity, each, error, finding, info, warning};
@@ -47,6 +48,11 @@ const OTHER_USER: &str = "run such containers as another user, or in a user name
 
 fn name(daemon: &ControlDaemon) -> String {
     format!("control daemon {}", daemon.id)
+}
+
+/// The subject of a finding about a GPU: its address and, if the driver knows the GPU, its UUID.
+pub(super) fn gpu_name(address: &impl Display, uuid: Option<&str>) -> String {
+    uuid.map_or_else(|| address.to_string(), |uuid| format!("{address} ({uuid})"))
 }
 
 /// A client in a finding: `7 (python3)`.
@@ -101,26 +107,24 @@ pub(super) fn unless_served(is_served: bool) -> Severity {
     if is_served { Severity::Warning } else { Severity::Error }
 }
 
-/// The GPUs that are published as not served, and that no error in the findings names.
+/// The GPUs that are published as not served, if neither the GPU nor its control daemon is the subject of an error.
 pub(super) fn gpus(facts: &Facts, findings: &[Finding]) -> Outcome {
     let published = facts.published()?;
     let errors = || findings.iter().filter(|finding| finding.severity == Severity::Error);
-    let is_named = |gpu: &&Listed<Gpu>| {
-        let daemon =
-            Some(format!("control daemon {}", gpu.control_daemon)).filter(|_| !gpu.control_daemon.is_empty());
-        let names = [Some(&gpu.addr), gpu.device_path.as_ref(), daemon.as_ref()];
-        let names = |text: &str| names.into_iter().flatten().any(|name| text.contains(name));
-        errors().any(|error| names(&error.subject) || names(&error.problem.found))
+    let daemon = |gpu: &Gpu| published.control_daemons.iter().find(|one| one.id == gpu.control_daemon);
+    let has_error = |gpu: &&Listed<Gpu>| {
+        let (of_gpu, of_daemon) =
+            (gpu_name(&gpu.addr, gpu.device_path.as_deref()), daemon(gpu).map(|one| name(one)));
+        errors()
+            .any(|error| [Some(&gpu.addr), Some(&of_gpu), of_daemon.as_ref()].contains(&Some(&error.subject)))
     };
     // A GPU whose control daemon is starting gets another state within a minute, so it is no finding.
-    let is_starting = |gpu: &&Listed<Gpu>| {
-        let mut daemons = published.control_daemons.iter();
-        daemons.any(|one| one.id == gpu.control_daemon && one.state == ControlDaemonState::Starting)
-    };
+    let is_starting =
+        |gpu: &&Listed<Gpu>| daemon(gpu).is_some_and(|one| one.state == ControlDaemonState::Starting);
     if facts.inventory.driver.is_err() && errors().next().is_some() {
         return Ok(Vec::new());
     }
-    let sick = published.gpus.iter().filter(|gpu| !gpu.healthy && !is_named(gpu) && !is_starting(gpu));
+    let sick = published.gpus.iter().filter(|gpu| !gpu.healthy && !has_error(gpu) && !is_starting(gpu));
     each(sick, |gpu| [error("gpu-not-served", &gpu.addr, &gpu.reason, DO_WHAT_IT_SAYS)])
 }
 
