@@ -3,11 +3,16 @@
 
 use std::ffi::OsString;
 use std::io::{self, Write};
+use std::path::PathBuf;
 
-use clap::{CommandFactory, FromArgMatches, Parser, Subcommand};
+use clap::{CommandFactory, FromArgMatches, Parser, ValueHint};
 
+use chosen::Devices;
 use common::bus::proxy::{BusError, DaemonProxy};
+use common::config::Sources;
 use common::problem::Problem;
+use show::env::EnvFormat;
+use show::exposition::ExpositionFormat;
 
 mod act;
 mod check;
@@ -31,6 +36,14 @@ const USAGE: u8 = 2;
 /// The exit status if the daemon does not run.
 const NOT_RUNNING: u8 = 3;
 
+/// The subcommands, in the groups in which the help and the manual page list them.
+pub const GROUPS: [(&str, &[&str]); 4] = [
+    ("Look", &["list", "status", "clients", "top", "events", "is-ready", "metrics"]),
+    ("Use slices", &["env", "run", "bind", "unbind"]),
+    ("Operate the service", &["terminate", "drain", "undrain", "reload", "apply"]),
+    ("Set up and check", &["setup", "check", "doctor", "probe", "slurm"]),
+];
+
 /// Shows and uses the GPU slices of yunion-mps-daemon.
 #[derive(Debug, Parser)]
 #[command(name = "yunion-mpsctl", version, arg_required_else_help = true)]
@@ -42,20 +55,6 @@ const NOT_RUNNING: u8 = 3;
     yunion-mpsctl run --free -- python3 train.py\n  \
     yunion-mpsctl top"
 )]
-struct Arguments {
-    #[command(subcommand)]
-    command: Command,
-}
-
-/// The subcommands, in the groups in which the help and the manual page list them.
-pub const GROUPS: [(&str, &[&str]); 4] = [
-    ("Look", &["list", "status", "clients", "top", "events", "is-ready", "metrics"]),
-    ("Use slices", &["env", "run", "bind", "unbind"]),
-    ("Operate the service", &["terminate", "drain", "undrain", "reload", "apply"]),
-    ("Set up and check", &["setup", "check", "doctor", "probe", "slurm"]),
-];
-
-#[derive(Debug, Subcommand)]
 enum Command {
     /// Lists the slices, or their GPUs
     #[command(after_help = "Examples:\n  \
@@ -79,7 +78,14 @@ enum Command {
         yunion-mpsctl clients\n  \
         yunion-mpsctl clients --json | jq -r '.[] | select(.bypass) | .pid'\n  \
         yunion-mpsctl clients --json | jq 'group_by(.device) | map(length)'")]
-    Clients(show::clients::Arguments),
+    Clients {
+        /// `wide` adds columns: the GPU, how the slice is known, the client's power over the control daemon, the start
+        #[arg(short, long, value_name = "FORMAT", hide_possible_values = true, value_parser = ["wide"])]
+        output: Option<String>,
+        /// Print everything that the service publishes as a JSON array
+        #[arg(long, conflicts_with = "output")]
+        json: bool,
+    },
     /// Shows slices, clients and events on the whole terminal, as they change
     #[command(
         after_help = "Keys: q or Esc quits, Tab goes from the slices to the clients and back, arrows select, s < > sort, \
@@ -100,7 +106,14 @@ enum Command {
         yunion-mpsctl events --follow\n  \
         yunion-mpsctl events --follow --json | jq --unbuffered -r .text"
     )]
-    Events(watch::events::Arguments),
+    Events {
+        /// Print each new event as it comes, until Ctrl-C; a restart of the service doesn't end this
+        #[arg(long, short)]
+        follow: bool,
+        /// Print a JSON array; with --follow one JSON object a line
+        #[arg(long)]
+        json: bool,
+    },
     /// Says by the exit status whether the service is ready, for scripts
     #[command(
         after_help = "Ready means that every configured GPU is served. Otherwise one line names the state and its \
@@ -110,7 +123,14 @@ enum Command {
         yunion-mpsctl is-ready --quiet && ./start-jobs\n  \
         systemctl start yunion-mps-daemon && yunion-mpsctl is-ready --wait 60"
     )]
-    IsReady(watch::is_ready::Arguments),
+    IsReady {
+        /// Wait until the service is ready, but no longer than this; a service that is not running may start meanwhile
+        #[arg(long, value_name = "SECONDS")]
+        wait: Option<u32>,
+        /// Print no state: the exit status says enough
+        #[arg(long, short)]
+        quiet: bool,
+    },
     /// Prints metrics of the service, its slices and their clients, for Prometheus and other collectors
     #[command(
         after_help = "If yunion-mps-daemon is not running, the only metric is yunion_mps_up 0 and the exit status is \
@@ -121,7 +141,17 @@ enum Command {
         yunion-mpsctl metrics --clients | grep '^yunion_mps_client_memory'\n  \
         yunion-mpsctl metrics --format prometheus --to yunion-mps.prom"
     )]
-    Metrics(show::metrics::Arguments),
+    Metrics {
+        /// Add the memory of each client, with its slice, user and container
+        #[arg(long)]
+        clients: bool,
+        /// Format of the text
+        #[arg(long, value_enum, default_value = "openmetrics")]
+        format: ExpositionFormat,
+        /// Write the text to this file, which is replaced as a whole, instead of to stdout
+        #[arg(long, value_name = "FILE", value_hint = ValueHint::FilePath)]
+        to: Option<PathBuf>,
+    },
     /// Prints the settings with which a container, or a process on this host, uses slices
     #[command(
         after_help = "Slices of one GPU can't be joined: with several slices of one GPU the settings are those of one slice, and a warning on standard error says so. run warns in the same way. --free and --slurm mean the same as with run.\n\n\
@@ -140,7 +170,13 @@ enum Command {
         yunion-mpsctl env 00:06.0-1 --format compose >mps-slice.yaml\n  \
         yunion-mpsctl env 00:06.0-1 00:07.0-0 --format json"
     )]
-    Env(show::env::Arguments),
+    Env {
+        #[command(flatten)]
+        devices: Devices,
+        /// Format of the answer
+        #[arg(long, value_enum, default_value = "shell")]
+        format: EnvFormat,
+    },
     /// Runs a command on this host as a client of slices, and stops it without hurting its neighbours
     #[command(
         after_help = "Ctrl-C, SIGTERM, SIGHUP and SIGQUIT first end the GPU work of the command and of every process \
@@ -169,7 +205,13 @@ enum Command {
         srun --gres=gpu:1 yunion-mpsctl run --slurm -- python3 train.py\n  \
         yunion-mpsctl run 00:06.0-1 00:07.0-1 -- ./two-gpus --verbose"
     )]
-    Run(act::run::Arguments),
+    Run {
+        #[command(flatten)]
+        devices: Devices,
+        /// The command, and its arguments
+        #[arg(last = true, required = true, value_name = "CMD")]
+        command: Vec<OsString>,
+    },
     /// Gives slices to a control group: every process in it has them, whatever its environment says; for root
     #[command(
         after_help = "A slice belongs to one control group at a time, unless --share is given. The names of the slices are \
@@ -183,7 +225,14 @@ enum Command {
     #[command(after_help = "Examples:\n  \
         yunion-mpsctl unbind --pid 4711\n  \
         yunion-mpsctl unbind --control-group /system.slice/job-17.scope")]
-    Unbind(act::bind::Unbind),
+    Unbind {
+        /// The control group of this process
+        #[arg(long, required_unless_present = "control_group")]
+        pid: Option<u32>,
+        /// The control group of this path, as in /proc/PID/cgroup
+        #[arg(long, value_name = "PATH", conflicts_with = "pid")]
+        control_group: Option<String>,
+    },
     /// Ends the GPU work of processes without hurting their neighbours
     #[command(
         after_help = "The processes get CUDA error 810, and no signal. The command returns when none of them is a \
@@ -193,7 +242,13 @@ enum Command {
         yunion-mpsctl terminate --device 00:06.0-1\n  \
         yunion-mpsctl terminate --container 4f1c2d3e5a6b && docker stop 4f1c2d3e5a6b"
     )]
-    Terminate(act::terminate::Arguments),
+    Terminate {
+        #[command(flatten)]
+        whom: act::terminate::Whom,
+        /// Print the PID, the container or the slices as a JSON object
+        #[arg(long)]
+        json: bool,
+    },
     /// Takes slices, GPUs or the whole host out of use for new clients, while the present clients finish
     #[command(
         after_help = "A drained slice is given to no new user: no container, no command of env and run, no user of the CDI spec. \
@@ -209,7 +264,13 @@ enum Command {
         yunion-mpsctl drain 00:06.0 --wait\n  \
         yunion-mpsctl drain --all --wait && systemctl stop yunion-mps-daemon"
     )]
-    Drain(act::drain::Arguments),
+    Drain {
+        #[command(flatten)]
+        what: act::drain::What,
+        /// Return when no client is left there, and show meanwhile who is
+        #[arg(long)]
+        wait: bool,
+    },
     /// Lets new clients have drained slices again
     #[command(
         after_help = "undrain can open a single slice of a drained GPU, or a single GPU of a drained host: the rest stays drained.\n\n\
@@ -263,7 +324,17 @@ enum Command {
         yunion-mpsctl check --config /root/host.conf.new\n  \
         yunion-mpsctl check --json | jq '.differences[] | select(.effect.when != \"live\")'"
     )]
-    Check(check::Arguments),
+    Check {
+        /// The main configuration file [default: the file that the service reads]
+        #[arg(long, value_name = "FILE")]
+        config: Option<PathBuf>,
+        /// Read the host's files (configuration, /sys, pci.ids) below this directory
+        #[arg(long, value_name = "DIR", default_value = "/")]
+        sysroot: PathBuf,
+        /// Print everything as one JSON object
+        #[arg(long)]
+        json: bool,
+    },
     /// Looks for problems on this host, and names a remedy for each
     #[command(
         after_help = "doctor works without the service too. Some checks need root; for other users, doctor counts the checks that it has left out, and -v names these checks.\n\n\
@@ -289,7 +360,18 @@ enum Command {
         yunion-mpsctl probe 00:06.0-1\n  \
         yunion-mpsctl probe --json | jq '.[] | select(.matches | not)'"
     )]
-    Probe(probe::Arguments),
+    Probe {
+        /// A name as `list` shows it: 00:06.0-1; a GPU's address or UUID stands for one slice of it. Default: the
+        /// first slice of each size that is not drained, of every GPU; its other slices have the same limits
+        #[arg(value_name = "SLICE", add = complete::devices())]
+        device: Option<String>,
+        /// Allocate memory even if the GPU has other clients; their own allocations may fail in that moment
+        #[arg(long)]
+        beside_clients: bool,
+        /// Print everything as a JSON array
+        #[arg(long)]
+        json: bool,
+    },
     /// Prints the lines of Slurm's gres.conf that make the slices of this host GPUs of Slurm
     #[command(
         after_help = "A job that asks Slurm for a GPU then gets a slice, and finds the slice with run --slurm or env --slurm. \
@@ -306,7 +388,10 @@ impl Command {
     /// True if the exit status has a meaning besides success and failure. A script that uses the exit status may not read the
     /// output.
     fn answers_by_exit_status(&self) -> bool {
-        matches!(self, Self::Check(_) | Self::Doctor(_) | Self::IsReady(_) | Self::Probe(_) | Self::Setup(_))
+        matches!(
+            self,
+            Self::Check { .. } | Self::Doctor(_) | Self::IsReady { .. } | Self::Probe { .. } | Self::Setup(_)
+        )
     }
 }
 
@@ -377,7 +462,7 @@ fn without_closed_pipe(error: io::Error) -> io::Result<()> {
 
 /// The command line as data, from which its manual page and completions are made.
 pub fn command() -> clap::Command {
-    let command = Arguments::command();
+    let command = Command::command();
     let mut template = "{about}\n\n{usage-heading} {usage}\n\n".to_owned();
     for (heading, names) in GROUPS {
         let commands = names.iter().filter_map(|name| command.find_subcommand(name)).cloned();
@@ -390,8 +475,8 @@ pub fn command() -> clap::Command {
     command.help_template(template + "Options:\n{options}{after-help}")
 }
 
-fn parse(arguments: &[OsString]) -> clap::error::Result<Arguments> {
-    Arguments::from_arg_matches(&command().try_get_matches_from(arguments)?)
+fn parse(arguments: &[OsString]) -> clap::error::Result<Command> {
+    Command::from_arg_matches(&command().try_get_matches_from(arguments)?)
 }
 
 /// Carries out the command line (the first argument is the program's name), and returns the exit status.
@@ -407,9 +492,9 @@ pub fn main(arguments: impl IntoIterator<Item = OsString>, out: &mut dyn Write, 
         return status;
     }
     let (done, refused_line) = match parse(&arguments) {
-        Ok(Arguments { command }) => {
+        Ok(command) => {
             let refused_line = match &command {
-                Command::Env(arguments) => arguments.refused_line(),
+                Command::Env { format, .. } => format.refused_line(),
                 _ => None,
             };
             (run_command(command, out), refused_line)
@@ -466,26 +551,40 @@ async fn execute(command: Command, out: &mut dyn Write) -> Result<u8> {
         Command::List(arguments) => show::list::list(&daemon().await?, &arguments, out).await?,
         Command::Status(arguments) if arguments.watch => watch::status::watch(&arguments, out).await?,
         Command::Status(arguments) => show::status::print(&daemon().await?, &arguments, out).await?,
-        Command::Clients(arguments) => show::clients::clients(&daemon().await?, &arguments, out).await?,
+        Command::Clients { output, json } => {
+            show::clients::clients(&daemon().await?, output.is_some(), json, out).await?;
+        }
         Command::Top => status = watch::top::top(out).await?,
-        Command::Events(arguments) => watch::events::events(&arguments, out).await?,
-        Command::IsReady(arguments) => status = watch::is_ready::is_ready(&arguments, out).await?,
-        Command::Metrics(arguments) => show::metrics::metrics(&daemon().await?, &arguments, out).await?,
-        Command::Check(arguments) => status = check::check(&arguments, out).await?,
+        Command::Events { follow, json } => watch::events::events(follow, json, out).await?,
+        Command::IsReady { wait, quiet } => status = watch::is_ready::is_ready(wait, quiet, out).await?,
+        Command::Metrics { clients, format, to } => {
+            show::metrics::metrics(&daemon().await?, clients, format, to.as_deref(), out).await?;
+        }
+        Command::Check { config, sysroot, json } => {
+            status = check::check(Sources { config, sysroot }, json, out).await?;
+        }
         Command::Setup(arguments) => status = setup::setup(&arguments, out).await?,
         Command::Doctor(arguments) => status = doctor::doctor(&arguments, out).await?,
-        Command::Env(arguments) => show::env::env(&daemon().await?, &arguments, out).await?,
-        Command::Run(arguments) => status = act::run::run(daemon().await?, &arguments).await?,
+        Command::Env { devices, format } => show::env::env(&daemon().await?, &devices, format, out).await?,
+        Command::Run { devices, command } => {
+            status = act::run::run(daemon().await?, &devices, &command).await?;
+        }
         Command::Slurm => slurm::slurm(&daemon().await?, out).await?,
-        Command::Terminate(arguments) => act::terminate::terminate(&daemon().await?, &arguments, out).await?,
-        Command::Drain(arguments) => status = act::drain::drain(&daemon().await?, &arguments, out).await?,
+        Command::Terminate { whom, json } => {
+            act::terminate::terminate(&daemon().await?, &whom, json, out).await?;
+        }
+        Command::Drain { what, wait } => {
+            status = act::drain::drain(&daemon().await?, &what.names, wait, out).await?;
+        }
         Command::Bind(arguments) => act::bind::bind(&arguments, out).await?,
-        Command::Unbind(arguments) => act::bind::unbind(&daemon().await?, &arguments, out).await?,
-        Command::Undrain(what) => act::drain::undrain(&daemon().await?, &what, out).await?,
+        Command::Unbind { pid, control_group } => {
+            act::bind::unbind(&daemon().await?, pid, control_group.as_deref(), out).await?;
+        }
+        Command::Undrain(what) => act::drain::undrain(&daemon().await?, &what.names, out).await?,
         Command::Reload { json } => act::apply::reload(&daemon().await?, json, out).await?,
         Command::Apply { force, json } => act::apply::apply(&daemon().await?, force, json, out).await?,
-        Command::Probe(arguments) => {
-            status = probe::probe(&daemon().await?, &arguments, out).await?;
+        Command::Probe { device, beside_clients, json } => {
+            status = probe::probe(&daemon().await?, device.as_deref(), beside_clients, json, out).await?;
         }
     }
     out.flush()?;

@@ -68,25 +68,20 @@ impl Screen {
     }
 }
 
-/// A text below everything else on the screen, which the next text replaces.
-#[derive(Debug, Default)]
-pub(super) struct Passing(String);
-
-impl Passing {
-    pub(super) fn draw(&mut self, text: &str, out: &mut dyn Write) -> io::Result<()> {
-        if self.0 == text {
-            return Ok(());
-        }
-        let lines = self.0.lines().count();
-        if lines > 0 {
-            write!(out, "\u{1b}[{lines}A\u{1b}[J")?;
-        }
-        if !text.is_empty() {
-            writeln!(out, "{text}")?;
-        }
-        text.clone_into(&mut self.0);
-        out.flush()
+/// Draws a text below everything else on the screen, in the place of the text that was drawn there before.
+pub(super) fn replace(drawn: &mut String, text: &str, out: &mut dyn Write) -> io::Result<()> {
+    if drawn == text {
+        return Ok(());
     }
+    let lines = drawn.lines().count();
+    if lines > 0 {
+        write!(out, "\u{1b}[{lines}A\u{1b}[J")?;
+    }
+    if !text.is_empty() {
+        writeln!(out, "{text}")?;
+    }
+    text.clone_into(drawn);
+    out.flush()
 }
 
 /// Prints a message to standard error. An error of this write is ignored.

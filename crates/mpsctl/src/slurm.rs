@@ -89,19 +89,10 @@ fn kind(device: &Device) -> String {
 /// The beginning of the name of a Slurm job's control group; the job's number follows.
 const JOB: &str = "job_";
 
-/// The Slurm job that contains this process, which runs as a Prolog script in the job.
-#[derive(Debug, PartialEq, Eq)]
-pub(super) struct SlurmJob {
-    pub(super) control_group: String,
-    /// The job's name for people.
-    pub(super) label: String,
-    /// The names of the job's slices.
-    pub(super) slices: Vec<String>,
-}
-
-/// The Slurm job that contains this process. None if Slurm has given the job no slice: most jobs of a cluster need no GPU, and
+/// The control group and the name for people of the Slurm job that contains this process, which runs as a Prolog script in the
+/// job. None if Slurm has given the job no slice: most jobs of a cluster need no GPU, and
 /// may run on hosts on which no job can be bound to slices.
-pub(super) fn job() -> Result<Option<SlurmJob>, Problem> {
+pub(super) fn job() -> Result<Option<(String, String)>, Problem> {
     if numbers().is_none() {
         return Ok(None);
     }
@@ -114,8 +105,7 @@ pub(super) fn job() -> Result<Option<SlurmJob>, Problem> {
              job a control group"
         )
     })?;
-    let (control_group, label) = (control_group.to_owned(), format!("job {number}"));
-    Ok(Some(SlurmJob { control_group, label, slices: given()? }))
+    Ok(Some((control_group.to_owned(), format!("job {number}"))))
 }
 
 /// The control group of the job that contains a control group, and the number of the job.

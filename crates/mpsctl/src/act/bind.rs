@@ -64,16 +64,6 @@ pub(crate) struct Group {
     control_group: Option<String>,
 }
 
-#[derive(Debug, Args)]
-pub(crate) struct Unbind {
-    /// The control group of this process
-    #[arg(long, required_unless_present = "control_group")]
-    pid: Option<u32>,
-    /// The control group of this path, as in /proc/PID/cgroup
-    #[arg(long, value_name = "PATH", conflicts_with = "pid")]
-    control_group: Option<String>,
-}
-
 /// The state of a container, which a container runtime passes to its hooks as JSON.
 #[derive(Debug, Deserialize)]
 struct ContainerState {
@@ -143,13 +133,9 @@ struct ToBind {
 /// slices.
 fn wanted(arguments: &Arguments) -> Result<Option<ToBind>> {
     if arguments.slurm {
-        let job = slurm::job()?;
-        return Ok(job.map(|slurm::SlurmJob { control_group, label, slices }| ToBind {
-            devices: slices,
-            group: GroupOf::Path(control_group),
-            label,
-            waits_for_owner: false,
-        }));
+        let Some((control_group, label)) = slurm::job()? else { return Ok(None) };
+        let (devices, group) = (slurm::given()?, GroupOf::Path(control_group));
+        return Ok(Some(ToBind { devices, group, label, waits_for_owner: false }));
     }
     let devices = arguments.devices.clone();
     if !arguments.hook.oci {
@@ -169,8 +155,13 @@ fn wanted(arguments: &Arguments) -> Result<Option<ToBind>> {
     Ok(Some(ToBind { devices, group, waits_for_owner: in_pod.is_some(), label: in_pod.unwrap_or(state.id) }))
 }
 
-pub(crate) async fn unbind(daemon: &DaemonProxy, arguments: &Unbind, out: &mut dyn Write) -> Result<()> {
-    daemon.unbind(&named(arguments.pid, arguments.control_group.as_deref())).await?;
+pub(crate) async fn unbind(
+    daemon: &DaemonProxy,
+    pid: Option<u32>,
+    control_group: Option<&str>,
+    out: &mut dyn Write,
+) -> Result<()> {
+    daemon.unbind(&named(pid, control_group)).await?;
     writeln!(out, "The control group is not bound any more.")?;
     Ok(())
 }

@@ -10,7 +10,7 @@ use rustix::process::Signal;
 use tokio::time::sleep;
 
 use crate::complete;
-use crate::screen::Passing;
+use crate::screen::replace;
 use crate::show::columns::{WAITED_FOR, short_id, slice_or_not_known, table_of};
 use crate::show::table::{Shown, is_drawn_on, prose};
 use crate::signals::CaughtSignals;
@@ -33,40 +33,40 @@ const PATIENCE: Duration = Duration::from_secs(60);
 const ROWS: usize = 15;
 
 #[derive(Debug, Args)]
-pub(crate) struct Arguments {
-    #[command(flatten)]
-    what: What,
-    /// Return when no client is left there, and show meanwhile who is
-    #[arg(long)]
-    wait: bool,
-}
-
-#[derive(Debug, Args)]
 #[group(required = true, multiple = false)]
 pub(crate) struct What {
     /// Slices as `list` shows them (00:06.0-1), and GPUs with all their slices (by address or UUID)
     #[arg(value_name = "NAME", add = complete::devices())]
-    names: Vec<String>,
+    pub(crate) names: Vec<String>,
     /// Every slice of every GPU, also of a GPU that comes later
     #[arg(long)]
     all: bool,
 }
 
-pub(crate) async fn drain(daemon: &DaemonProxy, arguments: &Arguments, out: &mut dyn Write) -> Result<u8> {
-    match drain_and_wait(daemon, arguments, out).await {
+pub(crate) async fn drain(
+    daemon: &DaemonProxy,
+    names: &[String],
+    waits: bool,
+    out: &mut dyn Write,
+) -> Result<u8> {
+    match drain_and_wait(daemon, names, waits, out).await {
         // Other commands do not treat a closed pipe as an error. With `--wait` the exit status says if clients remain, so the
         // end of the waiting must be an error.
-        Err(error) if arguments.wait && error.is_closed_pipe() => Err(Error::Failed(
+        Err(error) if waits && error.is_closed_pipe() => Err(Error::Failed(
             "the reader has closed the output, so the waiting has ended; the drain stays".to_owned(),
         )),
         done => done,
     }
 }
 
-async fn drain_and_wait(daemon: &DaemonProxy, arguments: &Arguments, out: &mut dyn Write) -> Result<u8> {
-    let names = &arguments.what.names;
+async fn drain_and_wait(
+    daemon: &DaemonProxy,
+    names: &[String],
+    waits: bool,
+    out: &mut dyn Write,
+) -> Result<u8> {
     // The signals are caught before the drain begins, so that the message about the end of the waiting is always printed.
-    let signals = if arguments.wait { &[Signal::INT, Signal::TERM, Signal::HUP][..] } else { &[] };
+    let signals = if waits { &[Signal::INT, Signal::TERM, Signal::HUP][..] } else { &[] };
     let mut signals = CaughtSignals::catch(signals)?;
     daemon.drain(names).await?;
     let scope = Scope::new(daemon, names).await?;
@@ -82,7 +82,7 @@ async fn drain_and_wait(daemon: &DaemonProxy, arguments: &Arguments, out: &mut d
     };
     writeln!(out, "{}", prose(&done))?;
     out.flush()?;
-    if !arguments.wait {
+    if !waits {
         writeln!(out, "{}", prose(&still_there(&scope.remaining_clients(daemon).await)))?;
         return Ok(0);
     }
@@ -102,9 +102,9 @@ async fn drain_and_wait(daemon: &DaemonProxy, arguments: &Arguments, out: &mut d
     Ok(u8::try_from(128 + signal.as_raw()).unwrap_or(FAILED))
 }
 
-pub(crate) async fn undrain(daemon: &DaemonProxy, what: &What, out: &mut dyn Write) -> Result<()> {
-    daemon.undrain(&what.names).await?;
-    writeln!(out, "{}", prose(&format!("{} clients again.", subject(&what.names, "takes", "take"))))?;
+pub(crate) async fn undrain(daemon: &DaemonProxy, names: &[String], out: &mut dyn Write) -> Result<()> {
+    daemon.undrain(names).await?;
+    writeln!(out, "{}", prose(&format!("{} clients again.", subject(names, "takes", "take"))))?;
     Ok(())
 }
 
@@ -303,7 +303,8 @@ struct DrainScreen {
     /// True for a terminal, where the present clients are drawn. False for other output, which gets a line for each client
     /// when the client is found, comes or ends.
     redraws: bool,
-    drawn: Passing,
+    /// The text below everything else on the terminal, which the next text replaces.
+    drawn: String,
     /// The summary that was printed last.
     last: String,
     /// The PIDs of the clients that were printed.
@@ -313,7 +314,7 @@ struct DrainScreen {
 impl DrainScreen {
     fn show(&mut self, clients: &[Listed<Client>], out: &mut dyn Write) -> Result<()> {
         if self.redraws {
-            return Ok(self.drawn.draw(&drawn(clients), out)?);
+            return Ok(replace(&mut self.drawn, &drawn(clients), out)?);
         }
         self.last.clear();
         for pid in self.told.iter().filter(|pid| !clients.iter().any(|client| client.pid == **pid)) {
@@ -329,7 +330,7 @@ impl DrainScreen {
 
     fn say(&mut self, sentence: &str, out: &mut dyn Write) -> Result<()> {
         if self.redraws {
-            return Ok(self.drawn.draw(&prose(sentence), out)?);
+            return Ok(replace(&mut self.drawn, &prose(sentence), out)?);
         }
         if self.last != sentence {
             writeln!(out, "{sentence}")?;

@@ -17,7 +17,6 @@ use std::pin::Pin;
 use std::process::{ExitStatus, id};
 use std::time::Duration;
 
-use clap::Args;
 use mps_core::terms::{DeviceName, GpuId};
 use rustix::io::Errno;
 use rustix::process::{Pid, Signal, geteuid, getpid, kill_process, kill_process_group};
@@ -57,19 +56,10 @@ const CAUGHT: [Signal; 8] = [
     Signal::WINCH,
 ];
 
-#[derive(Debug, Args)]
-pub(crate) struct Arguments {
-    #[command(flatten)]
-    devices: Devices,
-    /// The command, and its arguments
-    #[arg(last = true, required = true, value_name = "CMD")]
-    command: Vec<OsString>,
-}
-
-pub(crate) async fn run(daemon: DaemonProxy, arguments: &Arguments) -> Result<u8> {
-    let mut wish = arguments.devices.wish()?;
-    if takes_control_group(&arguments.command).await {
-        let (label, group) = (label(&arguments.command), GroupOf::Process(id()));
+pub(crate) async fn run(daemon: DaemonProxy, devices: &Devices, words: &[OsString]) -> Result<u8> {
+    let mut wish = devices.wish()?;
+    if takes_control_group(words).await {
+        let (label, group) = (label(words), GroupOf::Process(id()));
         let bound = until_served(async || daemon.bind(&wish, &group, &label).await, passes).await?;
         if wish.free {
             tell_choice(&daemon, &bound).await?;
@@ -86,7 +76,7 @@ pub(crate) async fn run(daemon: DaemonProxy, arguments: &Arguments) -> Result<u8
     let mut signals = CaughtSignals::catch(&CAUGHT)?;
     let mut child = Command::new(proc::OWN_PROGRAM)
         .arg(BECOME)
-        .args(&arguments.command)
+        .args(words)
         .envs(host_environment(&answer))
         .spawn()
         .map_err(|error| Error::System("start a process", error))?;
@@ -106,7 +96,7 @@ pub(crate) async fn run(daemon: DaemonProxy, arguments: &Arguments) -> Result<u8
                 Signal::USR1 | Signal::USR2 if command.handles(signal) => command.signal(signal),
                 // Slurm may repeat its signal within milliseconds. The repetition does not end the command at once, since
                 // Slurm itself sends SIGKILL if the command does not end.
-                _ if waiting.is_some() && arguments.devices.are_from_slurm() => {}
+                _ if waiting.is_some() && devices.are_from_slurm() => {}
                 _ if std::mem::take(&mut first) => waiting = Some((signal, Box::pin(release(command)))),
                 _ => {
                     if let Some((first, _)) = waiting.take() {

@@ -15,17 +15,8 @@ use common::bus::rows::Event;
 use common::text::printable;
 
 #[derive(Debug, Args)]
-pub(crate) struct Arguments {
-    #[command(flatten)]
-    whom: Whom,
-    /// Print the PID, the container or the slices as a JSON object
-    #[arg(long)]
-    json: bool,
-}
-
-#[derive(Debug, Args)]
 #[group(required = true, multiple = false)]
-struct Whom {
+pub(crate) struct Whom {
     /// One process, by its PID on this host
     #[arg(value_name = "PID", add = complete::clients())]
     pid: Option<u32>,
@@ -39,10 +30,11 @@ struct Whom {
 
 pub(crate) async fn terminate(
     daemon: &DaemonProxy,
-    arguments: &Arguments,
+    whom: &Whom,
+    json: bool,
     out: &mut dyn Write,
 ) -> Result<()> {
-    let Whom { pid, device, container } = &arguments.whom;
+    let Whom { pid, device, container } = whom;
     let asked = SystemTime::now();
     let (ended, words) = if let Some(pid) = pid {
         daemon.terminate_client(*pid).await?;
@@ -60,11 +52,11 @@ pub(crate) async fn terminate(
             format!("No process uses {devices} any more.", devices = printable(&device.join(", "))),
         )
     };
-    if arguments.json {
+    if json {
         return print_json(out, &ended);
     }
     writeln!(out, "{}", prose(&words))?;
-    if let Some(whose) = whose(daemon, &arguments.whom, asked).await {
+    if let Some(whose) = whose(daemon, whom, asked).await {
         writeln!(out, "{}", prose(&format!("Ended the GPU work of {whose}.")))?;
     }
     Ok(())

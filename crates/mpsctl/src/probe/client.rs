@@ -13,8 +13,7 @@ use serde_json::{Value, json};
 use tokio::process::Command;
 use tokio::time::timeout;
 
-use super::cuda::{self, CudaError, GpuContext};
-use crate::show::env::host_environment;
+use super::cuda;
 use crate::{Error, Result};
 use common::bus::proxy::DaemonProxy;
 use common::host::proc;
@@ -50,72 +49,65 @@ pub(super) struct ContextFacts {
     pub(super) allocated: Option<u64>,
 }
 
-#[derive(Debug, Clone)]
-pub(super) struct Environment(Vec<(String, String)>);
+/// The environment of a slice without the slice's limits, so that only the control daemon's defaults apply.
+pub(super) fn without_limits(environment: &[(String, String)]) -> Vec<(String, String)> {
+    let kept = ["CUDA_MPS_PIPE_DIRECTORY", "CUDA_VISIBLE_DEVICES"];
+    environment.iter().filter(|(name, _)| kept.contains(&name.as_str())).cloned().collect()
+}
 
-impl Environment {
-    /// The environment that the daemon returns for a slice, as in `yunion-mpsctl run`.
-    pub(super) async fn of_slice(daemon: &DaemonProxy, name: &str) -> Result<Self> {
-        Ok(Self(host_environment(&daemon.container_config(&[name.to_owned()]).await?)))
-    }
-
-    /// The same environment without the slice's limits, so that only the control daemon's defaults apply.
-    pub(super) fn without_limits(&self) -> Self {
-        let kept = ["CUDA_MPS_PIPE_DIRECTORY", "CUDA_VISIBLE_DEVICES"];
-        Self(self.0.iter().filter(|(name, _)| kept.contains(&name.as_str())).cloned().collect())
-    }
-
-    /// The environment for the same GPU without a control daemon.
-    pub(super) fn without_mps(&self) -> Self {
-        let mut environment = self.without_limits();
-        for (name, value) in &mut environment.0 {
-            if name == "CUDA_MPS_PIPE_DIRECTORY" {
-                NOWHERE.clone_into(value);
-            }
+/// The environment for the GPU of a slice without a control daemon.
+pub(super) fn without_mps(environment: &[(String, String)]) -> Vec<(String, String)> {
+    let mut environment = without_limits(environment);
+    for (name, value) in &mut environment {
+        if name == "CUDA_MPS_PIPE_DIRECTORY" {
+            NOWHERE.clone_into(value);
         }
-        environment
     }
+    environment
+}
 
-    /// Starts a client in this environment, and waits for its answer and its end.
-    pub(super) async fn ask<T: DeserializeOwned>(&self, request: CudaRequest) -> Result<T> {
-        let mut command = Command::new(proc::OWN_PROGRAM);
-        // The caller's own environment may have variables that would make the probe a client of another slice, so they are
-        // removed.
-        let ours = |name: &str| name.starts_with("CUDA_MPS_") || name == "CUDA_VISIBLE_DEVICES";
-        for (name, _) in std::env::vars_os().filter(|(name, _)| name.to_str().is_some_and(ours)) {
-            command.env_remove(name);
+/// Starts a client in this environment, and waits for its answer and its end.
+pub(super) async fn ask<T: DeserializeOwned>(
+    environment: &[(String, String)],
+    request: CudaRequest,
+) -> Result<T> {
+    let mut command = Command::new(proc::OWN_PROGRAM);
+    // The caller's own environment may have variables that would make the probe a client of another slice, so they are
+    // removed.
+    let ours = |name: &str| name.starts_with("CUDA_MPS_") || name == "CUDA_VISIBLE_DEVICES";
+    for (name, _) in std::env::vars_os().filter(|(name, _)| name.to_str().is_some_and(ours)) {
+        command.env_remove(name);
+    }
+    let child = command
+        .arg(BECOME)
+        .arg(serde_json::to_string(&request)?)
+        .envs(environment.iter().map(|(name, value)| (name, value)))
+        .stdin(Stdio::null())
+        .stdout(Stdio::piped())
+        .stderr(Stdio::null())
+        // The client has a process group of its own, so that Ctrl-C reaches only yunion-mpsctl and not the client. After
+        // Ctrl-C the client frees its memory and ends by itself.
+        .process_group(0)
+        .spawn()
+        .map_err(|error| Error::System("start a process", error))?;
+    let pid = child.id();
+    let Ok(output) = timeout(ANSWER_DEADLINE, child.wait_with_output()).await else {
+        if let Some(pid) = pid {
+            end_client(pid).await;
         }
-        let child = command
-            .arg(BECOME)
-            .arg(serde_json::to_string(&request)?)
-            .envs(self.0.iter().map(|(name, value)| (name, value)))
-            .stdin(Stdio::null())
-            .stdout(Stdio::piped())
-            .stderr(Stdio::null())
-            // The client has a process group of its own, so that Ctrl-C reaches only yunion-mpsctl and not the client. After
-            // Ctrl-C the client frees its memory and ends by itself.
-            .process_group(0)
-            .spawn()
-            .map_err(|error| Error::System("start a process", error))?;
-        let pid = child.id();
-        let Ok(output) = timeout(ANSWER_DEADLINE, child.wait_with_output()).await else {
-            if let Some(pid) = pid {
-                end_client(pid).await;
-            }
-            let seconds = ANSWER_DEADLINE.as_secs();
-            return Err(Error::Failed(format!("no answer of a CUDA process within {seconds} s")));
-        };
-        let output = output.map_err(|error| Error::System("wait for a process", error))?;
-        let answer = String::from_utf8_lossy(&output.stdout);
-        match serde_json::from_str::<Result<T, String>>(&answer) {
-            Ok(Ok(answer)) => Ok(answer),
-            Ok(Err(text)) => Err(Error::Failed(format!("a CUDA process: {text}"))),
-            Err(_) if answer.is_empty() => Err(Error::Failed(format!(
-                "a CUDA process ended without an answer: {status}",
-                status = output.status
-            ))),
-            Err(_) => Err(Error::Failed(format!("a CUDA process said {answer:?}"))),
-        }
+        let seconds = ANSWER_DEADLINE.as_secs();
+        return Err(Error::Failed(format!("no answer of a CUDA process within {seconds} s")));
+    };
+    let output = output.map_err(|error| Error::System("wait for a process", error))?;
+    let answer = String::from_utf8_lossy(&output.stdout);
+    match serde_json::from_str::<Result<T, String>>(&answer) {
+        Ok(Ok(answer)) => Ok(answer),
+        Ok(Err(text)) => Err(Error::Failed(format!("a CUDA process: {text}"))),
+        Err(_) if answer.is_empty() => Err(Error::Failed(format!(
+            "a CUDA process ended without an answer: {status}",
+            status = output.status
+        ))),
+        Err(_) => Err(Error::Failed(format!("a CUDA process said {answer:?}"))),
     }
 }
 
@@ -136,7 +128,7 @@ pub(crate) fn become_cuda_client(arguments: &[OsString], out: &mut dyn Write) ->
         let _ = say(out, &Err(text.to_owned()));
     });
     let answer = match request.to_str().map(serde_json::from_str::<CudaRequest>) {
-        Some(Ok(request)) => carry_out(request).map_err(|error| error.to_string()),
+        Some(Ok(request)) => carry_out(request),
         _ => Err(format!("{} is no request", OsStr::display(request))),
     };
     Some(u8::from(say(out, &answer).is_err()))
@@ -148,17 +140,17 @@ fn say(out: &mut dyn Write, answer: &Result<Value, String>) -> Result<()> {
     Ok(())
 }
 
-fn carry_out(request: CudaRequest) -> Result<Value, CudaError> {
+fn carry_out(request: CudaRequest) -> Result<Value, String> {
     match request {
         CudaRequest::Count => Ok(json!(cuda::multiprocessors_without_context()?)),
         CudaRequest::Look { allocate } => {
-            let gpu = GpuContext::open()?;
-            let (memory_free, memory_total) = gpu.memory()?;
+            let gpu = cuda::open()?;
+            let (memory_free, memory_total) = cuda::memory(&gpu)?;
             Ok(json!(ContextFacts {
-                sms: gpu.multiprocessors()?,
+                sms: cuda::multiprocessors(&gpu)?,
                 memory_free,
                 memory_total,
-                allocated: allocate.map(|most| gpu.allocate_up_to(most)).transpose()?,
+                allocated: allocate.map(|most| cuda::allocate_up_to(&gpu, most)).transpose()?,
             }))
         }
     }

@@ -16,19 +16,12 @@ const MIB: usize = 1 << 20;
 /// of the next smaller size.
 const STEPS_MIB: [usize; 5] = [256, 64, 16, 4, 1];
 
-#[derive(Debug, thiserror::Error)]
-#[error("{what}: {text} ({code})")]
-pub(crate) struct CudaError {
-    what: &'static str,
-    text: String,
-    code: u32,
-}
-
-impl CudaError {
-    fn new(what: &'static str, error: DriverError) -> Self {
+/// Describes an error of CUDA, with the step that has failed.
+fn failed(step: &'static str) -> impl Fn(DriverError) -> String {
+    move |error| {
         let text = error.error_string().map(CStr::to_string_lossy);
         let text = text.map_or_else(|_| format!("{:?}", error.0), std::borrow::Cow::into_owned);
-        Self { what, text, code: error.0 as u32 }
+        format!("{step}: {text} ({code})", code = error.0 as u32)
     }
 }
 
@@ -49,59 +42,48 @@ pub(crate) fn exit_with_message_on_panic(say: fn(&mut dyn Write, &str)) {
 }
 
 /// The number of multiprocessors of the first GPU that this process sees, found without a context.
-pub(crate) fn multiprocessors_without_context() -> Result<u32, CudaError> {
+pub(super) fn multiprocessors_without_context() -> Result<u32, String> {
     let count = CudaContext::device_count().and_then(|_| raw::multiprocessors(0));
-    count.map(number).map_err(|error| CudaError::new("finding the GPU", error))
+    count.map(number).map_err(failed("finding the GPU"))
 }
 
-/// A context on the first GPU that this process sees.
-#[derive(Debug)]
-pub(crate) struct GpuContext {
-    context: Arc<CudaContext>,
+/// Opens a context on the first GPU that this process sees, which makes this process an MPS client.
+pub(super) fn open() -> Result<Arc<CudaContext>, String> {
+    CudaContext::new(0).map_err(failed("opening a CUDA context"))
 }
 
-impl GpuContext {
-    /// Opens the context, which makes this process an MPS client.
-    pub(crate) fn open() -> Result<Self, CudaError> {
-        let failed = |error| CudaError::new("opening a CUDA context", error);
-        let context = CudaContext::new(0).map_err(failed)?;
-        Ok(Self { context })
-    }
+/// The number of multiprocessors that this process may use.
+pub(super) fn multiprocessors(context: &CudaContext) -> Result<u32, String> {
+    let count = context.attribute(CUdevice_attribute::CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT);
+    count.map(number).map_err(failed("counting the multiprocessors"))
+}
 
-    /// The number of multiprocessors that this process may use.
-    pub(crate) fn multiprocessors(&self) -> Result<u32, CudaError> {
-        let count = self.context.attribute(CUdevice_attribute::CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT);
-        count.map(number).map_err(|error| CudaError::new("counting the multiprocessors", error))
-    }
+/// The free memory for this process, and the total memory that it sees, in MiB.
+pub(super) fn memory(context: &CudaContext) -> Result<(u64, u64), String> {
+    let (free, total) = context.mem_get_info().map_err(failed("asking for the free memory"))?;
+    Ok(((free / MIB) as u64, (total / MIB) as u64))
+}
 
-    /// The free memory for this process, and the total memory that it sees, in MiB.
-    pub(crate) fn memory(&self) -> Result<(u64, u64), CudaError> {
-        let memory = self.context.mem_get_info();
-        let (free, total) = memory.map_err(|error| CudaError::new("asking for the free memory", error))?;
-        Ok(((free / MIB) as u64, (total / MIB) as u64))
-    }
-
-    /// Allocates memory until an allocation fails or `most_mib` is reached, frees it, and returns the amount in MiB.
-    pub(crate) fn allocate_up_to(&self, most_mib: u64) -> Result<u64, CudaError> {
-        let failed = |error| CudaError::new("allocating memory", error);
-        let most = usize::try_from(most_mib).unwrap_or(usize::MAX);
-        let mut blocks = Vec::new();
-        let mut got = 0;
-        for step in STEPS_MIB {
-            while got + step <= most {
-                match raw::Block::new(&self.context, step * MIB) {
-                    Ok(block) => blocks.push(block),
-                    Err(DriverError(CUresult::CUDA_ERROR_OUT_OF_MEMORY)) => break,
-                    Err(error) => return Err(failed(error)),
-                }
-                got += step;
+/// Allocates memory until an allocation fails or `most_mib` is reached, frees it, and returns the amount in MiB.
+pub(super) fn allocate_up_to(context: &Arc<CudaContext>, most_mib: u64) -> Result<u64, String> {
+    let failed = failed("allocating memory");
+    let most = usize::try_from(most_mib).unwrap_or(usize::MAX);
+    let mut blocks = Vec::new();
+    let mut got = 0;
+    for step in STEPS_MIB {
+        while got + step <= most {
+            match raw::Block::new(context, step * MIB) {
+                Ok(block) => blocks.push(block),
+                Err(DriverError(CUresult::CUDA_ERROR_OUT_OF_MEMORY)) => break,
+                Err(error) => return Err(failed(error)),
             }
+            got += step;
         }
-        drop(blocks);
-        // `check_err` returns an error that was recorded while the memory was freed.
-        self.context.check_err().map_err(failed)?;
-        Ok(got as u64)
     }
+    drop(blocks);
+    // `check_err` returns an error that was recorded while the memory was freed.
+    context.check_err().map_err(failed)?;
+    Ok(got as u64)
 }
 
 fn number(count: i32) -> u32 {

@@ -2,11 +2,10 @@
 
 use std::io::{self, Write};
 
-use clap::Args;
 use serde_json::{Value, json};
 
-use self::client::{ContextFacts, CudaRequest, Environment};
-use crate::complete;
+use self::client::{ContextFacts, CudaRequest, ask, without_limits, without_mps};
+use crate::show::env::host_environment;
 use crate::show::health;
 use crate::show::table::{Shown, prose, table, with_unit};
 use crate::{Error, FAILED, Result, print_json};
@@ -26,23 +25,15 @@ const SMS_TOLERANCE: u32 = 2;
 const CONTEXT_MIB: u64 = 128;
 const CONTEXT_MIB_PER_SM: u64 = 6;
 
-#[derive(Debug, Args)]
-pub(crate) struct Arguments {
-    /// A name as `list` shows it: 00:06.0-1; a GPU's address or UUID stands for one slice of it. Default: the
-    /// first slice of each size that is not drained, of every GPU; its other slices have the same limits
-    #[arg(value_name = "SLICE", add = complete::devices())]
-    device: Option<String>,
-    /// Allocate memory even if the GPU has other clients; their own allocations may fail in that moment
-    #[arg(long)]
+pub(crate) async fn probe(
+    daemon: &DaemonProxy,
+    name: Option<&str>,
     beside_clients: bool,
-    /// Print everything as a JSON array
-    #[arg(long)]
     json: bool,
-}
-
-pub(crate) async fn probe(daemon: &DaemonProxy, arguments: &Arguments, out: &mut dyn Write) -> Result<u8> {
+    out: &mut dyn Write,
+) -> Result<u8> {
     let devices = daemon.devices().await?;
-    let chosen: Vec<&Listed<Device>> = match &arguments.device {
+    let chosen: Vec<&Listed<Device>> = match name {
         Some(name) => vec![named(daemon, name, &devices).await?],
         None => first_slices(&devices),
     };
@@ -55,20 +46,20 @@ pub(crate) async fn probe(daemon: &DaemonProxy, arguments: &Arguments, out: &mut
         let others = clients.iter().filter(|other| device.device_path.as_ref() == Some(&other.gpu)).count();
         let mut report = ProbeReport::new(device, &devices, others);
         // If no slice was named, an unhealthy slice is not probed. A named slice is always probed.
-        if arguments.device.is_none() && !device.healthy {
+        if name.is_none() && !device.healthy {
             let health = health::describe(device);
             let advice = if device.drained { "" } else { "; name the slice to probe it nevertheless" };
             report.error = Some(format!("{health}{advice}"));
-        } else if let Err(error) = report.fill(daemon, arguments.beside_clients).await {
+        } else if let Err(error) = report.fill(daemon, beside_clients).await {
             report.error = Some(error.to_string());
         }
-        if !arguments.json {
+        if !json {
             report.print(out)?;
             out.flush()?;
         }
         reports.push(report);
     }
-    if arguments.json {
+    if json {
         print_json(out, &reports.iter().map(ProbeReport::document).collect::<Vec<_>>())?;
     }
     Ok(if reports.iter().all(ProbeReport::matches) { 0 } else { FAILED })
@@ -192,15 +183,16 @@ impl<'a> ProbeReport<'a> {
     async fn fill(&mut self, daemon: &DaemonProxy, beside_clients: bool) -> Result<()> {
         refuse_to_queue(daemon, self.device).await?;
         let enforced = self.device.limits_enforced;
-        let environment = Environment::of_slice(daemon, &self.device.addr).await?;
-        let all = environment.without_mps().ask(CudaRequest::Count).await?;
+        let answer = daemon.container_config(std::slice::from_ref(&self.device.addr)).await?;
+        let environment = host_environment(&answer);
+        let all = ask(&without_mps(&environment), CudaRequest::Count).await?;
         self.all_sms = Some(all);
         let allocate = enforced && (self.clients == 0 || beside_clients);
         let look = |limits: ProbeLimits| CudaRequest::Look { allocate: limits.memory.filter(|_| allocate) };
-        let as_slice = environment.ask(look(self.slice)).await?;
+        let as_slice = ask(&environment, look(self.slice)).await?;
         // A client's environment can only lower the limits of the control daemon. So only a client without limits in its
         // environment shows that the limits of the control daemon are too high.
-        let without_limits = environment.without_limits().ask(look(self.control_daemon)).await?;
+        let without_limits = ask(&without_limits(&environment), look(self.control_daemon)).await?;
         self.found = Some([as_slice, without_limits]);
         if enforced {
             self.mismatches.extend(differences("a client of this slice", self.slice, as_slice, all));

@@ -2,37 +2,24 @@
 
 use std::io::Write;
 
-use clap::Args;
-
 use crate::show::columns::{CLIENTS, table_of};
 use crate::show::health::describe_state;
-use crate::show::list::{Output, gpu_name};
+use crate::show::list::gpu_name;
 use crate::show::table::{prose, width};
 use crate::{Result, print_json};
 use common::bus::proxy::{DaemonProxy, Listed};
 use common::bus::rows::{Client, Service};
 use common::published::snapshot::State;
 
-#[derive(Debug, Args)]
-pub(crate) struct Arguments {
-    /// `wide` adds columns: the GPU, how the slice is known, the client's power over the control daemon, the start
-    #[arg(short, long, value_name = "FORMAT", hide_possible_values = true)]
-    output: Option<Output>,
-    /// Print everything that the service publishes as a JSON array
-    #[arg(long, conflicts_with = "output")]
-    json: bool,
-}
-
-pub(crate) async fn clients(daemon: &DaemonProxy, arguments: &Arguments, out: &mut dyn Write) -> Result<()> {
+pub(crate) async fn clients(daemon: &DaemonProxy, wide: bool, json: bool, out: &mut dyn Write) -> Result<()> {
     let listed = daemon.clients().await?;
-    if arguments.json {
+    if json {
         return print_json(out, &listed);
     }
     if listed.is_empty() {
         writeln!(out, "{}", prose(&why_none(&*daemon.service().await?)))?;
         return Ok(());
     }
-    let wide = arguments.output == Some(Output::Wide);
     let gpus = daemon.gpus().await?;
     let named = |one: &Listed<Client>| Client { gpu: gpu_name(&one.gpu, &gpus), ..Client::clone(one) };
     let named: Vec<Client> = listed.iter().map(named).collect();

@@ -6,7 +6,7 @@ use std::fs;
 use std::io::{self, Write};
 use std::path::Path;
 
-use clap::{Args, ValueEnum};
+use clap::ValueEnum;
 use serde_json::{Value, json};
 
 use crate::chosen::{Devices, take};
@@ -19,17 +19,8 @@ use common::published::container::{ContainerConfig, Mount, devices_in, gives_gpu
 use common::published::slices_of_one_gpu;
 use common::text::escaped;
 
-#[derive(Debug, Args)]
-pub(crate) struct Arguments {
-    #[command(flatten)]
-    devices: Devices,
-    /// Format of the answer
-    #[arg(long, value_enum, default_value = "shell")]
-    format: EnvFormat,
-}
-
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
-enum EnvFormat {
+pub(crate) enum EnvFormat {
     /// Lines for a shell on this host to eval, `CUDA_VISIBLE_DEVICES` included
     Shell,
     /// Options of `docker run` with NVIDIA's runtime, one per line
@@ -48,20 +39,13 @@ impl EnvFormat {
     /// The line that `env` prints instead of the settings if it fails. `docker run $(yunion-mpsctl env ...) IMAGE` ignores the
     /// exit status of env, and without options the container would start without limits. So the line is an option, or the name of
     /// a device, that every container engine refuses. None for a format in which an empty output is refused too.
-    fn refused_line(self) -> Option<&'static str> {
+    pub(crate) fn refused_line(self) -> Option<&'static str> {
         match self {
             Self::Shell => Some("false"),
             Self::Docker | Self::Podman => Some("--yunion-mpsctl-env-failed"),
             Self::Cdi => Some("yunion.io/mps=yunion-mpsctl-env-failed"),
             Self::Compose | Self::Json => None,
         }
-    }
-}
-
-impl Arguments {
-    /// The line to print if env fails with these arguments.
-    pub(crate) fn refused_line(&self) -> Option<&'static str> {
-        self.format.refused_line()
     }
 }
 
@@ -84,13 +68,18 @@ pub(crate) fn refused_line_of_wrong_usage(arguments: &[OsString]) -> Option<&'st
     format.refused_line()
 }
 
-pub(crate) async fn env(daemon: &DaemonProxy, arguments: &Arguments, out: &mut dyn Write) -> Result<()> {
-    let answer = take(daemon, &arguments.devices.wish()?).await?;
+pub(crate) async fn env(
+    daemon: &DaemonProxy,
+    devices: &Devices,
+    format: EnvFormat,
+    out: &mut dyn Write,
+) -> Result<()> {
+    let answer = take(daemon, &devices.wish()?).await?;
     // The format `cdi` reports several slices as an error later.
-    if arguments.format != EnvFormat::Cdi {
+    if format != EnvFormat::Cdi {
         warn_of_several(&answer);
     }
-    match arguments.format {
+    match format {
         EnvFormat::Shell => {
             ensure_reachable(&answer)?;
             for (name, value) in host_environment(&answer) {

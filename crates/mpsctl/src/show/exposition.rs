@@ -4,7 +4,7 @@ use clap::ValueEnum;
 
 /// The format in which metrics are written.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
-pub(super) enum ExpositionFormat {
+pub(crate) enum ExpositionFormat {
     /// `OpenMetrics` 1.0, for Telegraf and collectors of its kind
     Openmetrics,
     /// Prometheus' text format 0.0.4, for the textfile collector of `node_exporter`

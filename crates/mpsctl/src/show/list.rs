@@ -3,7 +3,7 @@
 use std::io::{self, Write};
 use std::ops::Deref;
 
-use clap::{Args, ValueEnum};
+use clap::Args;
 
 use crate::show::columns::{Column, GPUS, PLATFORM_GPUS, PLATFORM_SLICES, SLICES, table_of};
 use crate::show::health::describe_state;
@@ -31,8 +31,8 @@ pub(crate) struct Arguments {
 #[group(multiple = false)]
 struct Form {
     /// `wide` adds columns: index, NUMA node, compute mode, UUID, directories
-    #[arg(short, long, value_name = "FORMAT", hide_possible_values = true)]
-    output: Option<Output>,
+    #[arg(short, long, value_name = "FORMAT", hide_possible_values = true, value_parser = ["wide"])]
+    output: Option<String>,
     /// Print the listing of isolated devices as the platform's command line prints it, without its two columns of ids, and
     /// with a column Health
     #[arg(long)]
@@ -43,12 +43,6 @@ struct Form {
     /// Print everything that the service publishes as a JSON array, with the clients as of its last look
     #[arg(long)]
     json: bool,
-}
-
-/// A form of a table other than the usual one.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
-pub(super) enum Output {
-    Wide,
 }
 
 pub(crate) async fn list(daemon: &DaemonProxy, arguments: &Arguments, out: &mut dyn Write) -> Result<()> {
@@ -99,7 +93,7 @@ fn print_rows<R>(
     } else if form.platform {
         writeln!(out, "{}", table_of(of_the_platform, plain, false).for_the_platform())?;
     } else {
-        let table = table_of(columns, plain, form.output == Some(Output::Wide));
+        let table = table_of(columns, plain, form.output.is_some());
         writeln!(out, "{}", table.without_heads(*no_headings))?;
         return Ok(!no_headings);
     }

@@ -4,9 +4,7 @@ use std::cmp::Reverse;
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
 use std::io::{self, Write};
-use std::path::{Path, PathBuf};
-
-use clap::{Args, ValueHint};
+use std::path::Path;
 
 use crate::show::exposition::{ExpositionFormat, Family, Labels, exposition};
 use crate::show::table::Shown;
@@ -23,21 +21,14 @@ const MOST_CLIENTS: usize = 1024;
 /// The most characters in a label of a client. A container's id has 64.
 const LABEL: usize = 64;
 
-#[derive(Debug, Args)]
-pub(crate) struct Arguments {
-    /// Add the memory of each client, with its slice, user and container
-    #[arg(long)]
-    clients: bool,
-    /// Format of the text
-    #[arg(long, value_enum, default_value = "openmetrics")]
-    format: ExpositionFormat,
-    /// Write the text to this file, which is replaced as a whole, instead of to stdout
-    #[arg(long, value_name = "FILE", value_hint = ValueHint::FilePath)]
-    to: Option<PathBuf>,
-}
-
 /// Prints the metrics. If the service does not run, the only metric is `yunion_mps_up 0`.
-pub(crate) async fn metrics(daemon: &DaemonProxy, arguments: &Arguments, out: &mut dyn Write) -> Result<()> {
+pub(crate) async fn metrics(
+    daemon: &DaemonProxy,
+    has_clients: bool,
+    format: ExpositionFormat,
+    file: Option<&Path>,
+    out: &mut dyn Write,
+) -> Result<()> {
     let published = match published(daemon).await {
         Err(BusError::NotRunning) => None,
         // If the service has ended meanwhile, the bus answers in its place with one of these errors.
@@ -57,12 +48,12 @@ pub(crate) async fn metrics(daemon: &DaemonProxy, arguments: &Arguments, out: &m
         about_gpus(&published.gpus, &mut to);
         about_devices(devices, &mut to);
         about_bypasses(published, &mut to);
-        if arguments.clients {
+        if has_clients {
             about_each_client(published, devices, &mut to);
         }
     }
-    let text = exposition(&to.0, arguments.format);
-    match &arguments.to {
+    let text = exposition(&to.0, format);
+    match file {
         None => out.write_all(text.as_bytes())?,
         Some(file) => replace(file, &text).map_err(|error| {
             Error::Failed(format!("can't write {}: {error}", printable(&file.to_string_lossy())))

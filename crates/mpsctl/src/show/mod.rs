@@ -3,7 +3,7 @@
 pub(super) mod clients;
 pub(super) mod columns;
 pub(super) mod env;
-mod exposition;
+pub(super) mod exposition;
 mod happened;
 pub(super) mod health;
 pub(super) mod list;

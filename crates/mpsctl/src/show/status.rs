@@ -12,7 +12,7 @@ use tokio::time::timeout;
 use crate::screen::{fitted, rows};
 use crate::show::columns::{CONTROL_DAEMONS, GPUS, table_of};
 use crate::show::health::tone_of_service;
-use crate::show::list::{Output, gpu_name};
+use crate::show::list::gpu_name;
 use crate::show::table::{Shown, Table, pairs, width};
 use crate::show::{happened, time};
 use crate::{Result, print_json};
@@ -34,8 +34,8 @@ const PATIENCE: Duration = Duration::from_secs(5);
 #[derive(Debug, Args)]
 pub(crate) struct Arguments {
     /// `wide` adds columns, and the ways for NVIDIA's front end
-    #[arg(short, long, value_name = "FORMAT", hide_possible_values = true)]
-    output: Option<Output>,
+    #[arg(short, long, value_name = "FORMAT", hide_possible_values = true, value_parser = ["wide"])]
+    output: Option<String>,
     /// Print everything as one JSON object
     #[arg(long, conflicts_with = "output")]
     pub(crate) json: bool,
@@ -77,7 +77,7 @@ pub(crate) async fn status(daemon: &DaemonProxy, arguments: &Arguments, out: &mu
         });
         return print_json(out, &all);
     }
-    let wide = arguments.output == Some(Output::Wide);
+    let wide = arguments.output.is_some();
     print_service(out, &service)?;
     if let Some(events) = happened::last_events(&events, width()) {
         writeln!(out, "\n{events}")?;

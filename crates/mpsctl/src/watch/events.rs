@@ -2,7 +2,6 @@
 
 use std::io::Write;
 
-use clap::Args;
 use rustix::process::Signal;
 
 use super::{ReconnectingProxy, describe, in_time, reader_has_gone};
@@ -16,20 +15,10 @@ use common::bus::rows::Event;
 use common::published::events::{EVENTS_KEPT, FAULTS_KEPT};
 use common::text::escaped;
 
-#[derive(Debug, Args)]
-pub(crate) struct Arguments {
-    /// Print each new event as it comes, until Ctrl-C; a restart of the service doesn't end this
-    #[arg(long, short)]
-    follow: bool,
-    /// Print a JSON array; with --follow one JSON object a line
-    #[arg(long)]
-    json: bool,
-}
-
-pub(crate) async fn events(arguments: &Arguments, out: &mut dyn Write) -> Result<()> {
-    if !arguments.follow {
+pub(crate) async fn events(follows: bool, json: bool, out: &mut dyn Write) -> Result<()> {
+    if !follows {
         let events = DaemonProxy::connect().await?.events().await?;
-        if arguments.json {
+        if json {
             return print_json(out, &events);
         }
         if events.is_empty() {
@@ -39,7 +28,7 @@ pub(crate) async fn events(arguments: &Arguments, out: &mut dyn Write) -> Result
     }
     let mut interrupted = CaughtSignals::catch(&[Signal::INT])?;
     tokio::select! {
-        followed = follow(arguments.json, out) => followed,
+        followed = follow(json, out) => followed,
         _ = interrupted.next() => Ok(()),
     }
 }
@@ -47,17 +36,19 @@ pub(crate) async fn events(arguments: &Arguments, out: &mut dyn Write) -> Result
 /// Prints new events as they come. Returns when the reader of the output has closed the pipe.
 async fn follow(json: bool, out: &mut dyn Write) -> Result<()> {
     let mut watched = ReconnectingProxy::default();
-    let mut printed = PrintedEvents::default();
+    // The events in the last answer of the service, which were printed already.
+    let mut printed = Vec::new();
     let mut complaint = String::new();
     while !reader_has_gone() {
         match in_time(async { watched.daemon().await?.events().await }).await {
             Ok(events) => {
                 complaint.clear();
-                if printed.may_miss_some(&events) {
+                if may_miss_some(&printed, &events) {
                     say("more events came at once than the service keeps; journalctl -u yunion-mps-daemon \
                          has all events");
                 }
-                print(&printed.new_ones(events), json, out)?;
+                print(&new_ones(&printed, &events), json, out)?;
+                printed = events;
                 out.flush()?;
             }
             Err(error) => {
@@ -85,30 +76,24 @@ fn print(events: &[Listed<Event>], json: bool, out: &mut dyn Write) -> Result<()
     Ok(())
 }
 
-/// The events in the last answer of the service, which were printed already.
-#[derive(Debug, Default)]
-struct PrintedEvents(Vec<Listed<Event>>);
+/// The events that were not printed yet. A new event need not be the last event in the list, since events are sorted by the time
+/// at which they were seen.
+fn new_ones(printed: &[Listed<Event>], events: &[Listed<Event>]) -> Vec<Listed<Event>> {
+    let mut before = printed.to_vec();
+    let mut new = events.to_vec();
+    new.retain(|event| {
+        let place = before.iter().position(|known| **known == **event);
+        place.map(|place| before.swap_remove(place)).is_none()
+    });
+    new
+}
 
-impl PrintedEvents {
-    /// The events that the last answer did not have. A new event need not be the last event in the list, since events are sorted
-    /// by the time at which they were seen.
-    fn new_ones(&mut self, events: Vec<Listed<Event>>) -> Vec<Listed<Event>> {
-        let mut before = std::mem::replace(&mut self.0, events);
-        let mut new = self.0.clone();
-        new.retain(|event| {
-            let place = before.iter().position(|known| **known == **event);
-            place.map(|place| before.swap_remove(place)).is_none()
-        });
-        new
-    }
-
-    /// True if events may have been missed between two answers, because the service has dropped them again. Faults that were
-    /// printed before do not prove that no event was missed, since the service keeps faults longer than other events.
-    fn may_miss_some(&self, events: &[Listed<Event>]) -> bool {
-        let is_known = |event: &&Listed<Event>| self.0.iter().any(|known| **known == ***event);
-        let known = events.iter().filter(is_known).count();
-        !self.0.is_empty() && events.len() >= EVENTS_KEPT && known <= FAULTS_KEPT
-    }
+/// True if events may have been missed between two answers, because the service has dropped them again. Faults that were printed
+/// before do not prove that no event was missed, since the service keeps faults longer than other events.
+fn may_miss_some(printed: &[Listed<Event>], events: &[Listed<Event>]) -> bool {
+    let is_known = |event: &&Listed<Event>| printed.iter().any(|known| **known == ***event);
+    let known = events.iter().filter(is_known).count();
+    !printed.is_empty() && events.len() >= EVENTS_KEPT && known <= FAULTS_KEPT
 }
 
 #[cfg(test)]
@@ -127,7 +112,7 @@ mod tests {
 
     #[test]
     fn each_event_is_told_once() {
-        let mut printed = PrintedEvents::default();
+        let mut printed = Vec::new();
         for (answer, new) in [
             (vec![1, 2], vec![1, 2]),
             (vec![1, 2], vec![]),
@@ -138,23 +123,24 @@ mod tests {
             (vec![], vec![]),
             (vec![9], vec![9]),
         ] {
-            let at: Vec<i64> = printed.new_ones(events(answer)).iter().map(|event| event.at).collect();
+            let answer = events(answer);
+            let at: Vec<i64> = new_ones(&printed, &answer).iter().map(|event| event.at).collect();
             assert_eq!(at, new);
+            printed = answer;
         }
     }
 
     #[test]
     fn a_gap_is_noticed() {
-        let mut printed = PrintedEvents::default();
         let many = i64::try_from(EVENTS_KEPT).unwrap();
-        assert!(!printed.may_miss_some(&events(0..many)));
-        printed.new_ones(events(0..many));
-        assert!(!printed.may_miss_some(&events(1..=many)));
-        assert!(!printed.may_miss_some(&events([many])));
-        assert!(printed.may_miss_some(&events(many..2 * many)));
+        let printed = events(0..many);
+        assert!(!may_miss_some(&[], &printed));
+        assert!(!may_miss_some(&printed, &events(1..=many)));
+        assert!(!may_miss_some(&printed, &events([many])));
+        assert!(may_miss_some(&printed, &events(many..2 * many)));
         // The list begins with events about faults, which the service keeps longer than others.
         let faults = i64::try_from(FAULTS_KEPT).unwrap();
-        assert!(printed.may_miss_some(&events((0..faults).chain(many..2 * many - faults))));
+        assert!(may_miss_some(&printed, &events((0..faults).chain(many..2 * many - faults))));
     }
 
     #[test]

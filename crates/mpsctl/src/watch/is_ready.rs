@@ -3,7 +3,6 @@
 use std::io::Write;
 use std::time::Duration;
 
-use clap::Args;
 use tokio::time::{Instant, timeout, timeout_at};
 
 use super::ReconnectingProxy;
@@ -14,30 +13,20 @@ use common::bus::proxy::{BusError, Listed};
 use common::bus::rows::Service;
 use common::published::snapshot::State;
 
-#[derive(Debug, Args)]
-pub(crate) struct Arguments {
-    /// Wait until the service is ready, but no longer than this; a service that is not running may start meanwhile
-    #[arg(long, value_name = "SECONDS")]
-    wait: Option<u32>,
-    /// Print no state: the exit status says enough
-    #[arg(long, short)]
-    quiet: bool,
-}
-
-pub(crate) async fn is_ready(arguments: &Arguments, out: &mut dyn Write) -> Result<u8> {
+pub(crate) async fn is_ready(at_most: Option<u32>, quiet: bool, out: &mut dyn Write) -> Result<u8> {
     let mut watched = ReconnectingProxy::default();
-    let found = match arguments.wait {
+    let found = match at_most {
         None => ask(&mut watched, SIGN_OF_LIFE).await,
         Some(seconds) => wait(&mut watched, Duration::from_secs(seconds.into())).await,
     };
     match found {
         Ok(service) => {
-            if !arguments.quiet {
+            if !quiet {
                 writeln!(out, "{}", state_and_reason(&service))?;
             }
             Ok(if is_well(&service) { 0 } else { FAILED })
         }
-        Err(BusError::NotRunning) if arguments.quiet => Ok(NOT_RUNNING),
+        Err(BusError::NotRunning) if quiet => Ok(NOT_RUNNING),
         Err(error) => Err(error.into()),
     }
 }
