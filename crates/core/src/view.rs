@@ -184,12 +184,12 @@ impl DaemonView {
     }
 
     /// Takes note that the supervisor has no change for the order under way. No GPU waits for its limits any more: the limits are
-    /// in force, or the view of the GPU has the reason why they are not. Only the GPUs of a control daemon that retires still wait:
-    /// the control daemon gets their limits if it has to serve the same order again.
+    /// in force, or the view of the GPU has the reason why they are not. Only the GPUs of a control daemon that does not serve, or
+    /// that retires, still wait: the control daemon gets their limits when it serves the order.
     fn settle(&mut self) {
         self.settled = true;
         for gpu in self.gpus.values_mut() {
-            gpu.being_set &= self.retiring;
+            gpu.being_set &= self.retiring || !self.serving;
         }
     }
 
