@@ -8,7 +8,8 @@ use core::time::Duration;
 
 use super::Serving;
 use super::gpus::ProcessesOnGpus;
-use super::shell::{Failure, News, Shell};
+use super::news::News;
+use super::shell::{Failure, Shell};
 use crate::CoreTime;
 use crate::mps::{Client, Meaning};
 use crate::terms::ServedGpu;

@@ -8,8 +8,9 @@ use core::time::Duration;
 use super::Serving;
 use super::blocker::{Blocker, ClearedBy};
 use super::limits::{LIMITS_TIMEOUT, TAKES_LIMITS};
+use super::news::News;
 use super::servers::{SERVER_PAUSE, SERVER_TIMEOUT};
-use super::shell::{Failure, News, Shell};
+use super::shell::{Failure, Shell};
 use crate::mps::Limits;
 
 /// The longest time that a new control daemon has until it listens. Measured: 20 ms.

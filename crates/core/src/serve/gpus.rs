@@ -8,7 +8,7 @@ use core::mem::discriminant;
 
 use super::Wanted;
 use super::bypasses::Bypasses;
-use super::shell::News;
+use super::news::News;
 use crate::terms::{GpuProcess, ProcessId};
 use crate::view::{DaemonView, ServedGpuView};
 use crate::{CoreTime, DaemonId, GpuUuid, Tenure};

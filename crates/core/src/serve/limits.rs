@@ -6,8 +6,9 @@ use alloc::string::String;
 use core::time::Duration;
 
 use super::Serving;
+use super::news::News;
 use super::servers::{SERVER_PAUSE, SERVER_TIMEOUT, Server};
-use super::shell::{Failure, News, Shell};
+use super::shell::{Failure, Shell};
 use crate::mps::{Inspection, Limits, ServerStatus};
 
 /// The time that the service waits until a server has written its limits to the log. Measured: below 1 ms.

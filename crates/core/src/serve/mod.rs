@@ -7,6 +7,7 @@
 //! | file | its job |
 //! |---|---|
 //! | `shell.rs` | all questions and acts |
+//! | `news.rs` | the kinds of messages |
 //! | `start.rs` | the start of the control daemon, after a foreign control daemon in its directory has ended |
 //! | `gpus.rs` | the GPUs that are left out, and compute modes |
 //! | `take_over.rs` | the take-over of a control daemon that runs |
@@ -34,6 +35,7 @@ pub mod fault;
 mod gpus;
 mod heal;
 mod limits;
+mod news;
 mod observe;
 mod requests;
 mod servers;
@@ -53,7 +55,8 @@ pub use end::Judged;
 pub use gpus::{GpuReach, GpuShell, SeenGpu, SeenGpus};
 pub(crate) use heal::clients_counted;
 pub use heal::tried_again;
-pub use shell::{ClientsOnGpus, Failure, News, Occurrence, Requested, Said, Shell};
+pub use news::News;
+pub use shell::{ClientsOnGpus, Failure, Occurrence, Requested, Said, Shell};
 
 pub use start::{StartPlace, Starter, Stranger, WantedUsers, start};
 

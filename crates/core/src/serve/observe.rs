@@ -4,7 +4,8 @@ use alloc::format;
 use core::time::Duration;
 
 use super::Serving;
-use super::shell::{Failure, News, Occurrence, Said, Shell};
+use super::news::News;
+use super::shell::{Failure, Occurrence, Said, Shell};
 use crate::CoreTime;
 use crate::mps::Meaning;
 

@@ -93,30 +93,6 @@ impl Failure {
     }
 }
 
-/// The kind of a message about a control daemon or one of its GPUs.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub enum News {
-    /// An ordinary event.
-    Event,
-    /// An administrator may have to act.
-    Warning,
-    /// NVML can't reach a GPU.
-    GpuUnreachable {
-        /// The UUID of the GPU.
-        gpu: GpuUuid,
-    },
-    /// A server has met a fatal GPU error.
-    ServerFault {
-        /// The server's PID.
-        server: u32,
-    },
-    /// A server has ended by itself.
-    ServerFailed {
-        /// The server's PID.
-        server: u32,
-    },
-}
-
 /// The PIDs of the clients on each GPU, by UUID, as NVML lists them. An error is the reason why NVML does not list the
 /// clients of a GPU.
 pub type ClientsOnGpus = BTreeMap<GpuUuid, Result<BTreeSet<u32>, String>>;

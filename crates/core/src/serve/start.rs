@@ -8,7 +8,8 @@ use alloc::string::{String, ToString};
 use super::Wanted;
 use super::gpus::{GpuReach, GpuShell, clients_among};
 use super::heal::clients_counted;
-use super::shell::{Failure, News};
+use super::news::News;
+use super::shell::Failure;
 use crate::{CoreTime, GpuUuid, Permit};
 
 /// A directory in which another control daemon may listen.

@@ -4,7 +4,8 @@ use alloc::format;
 
 use super::Serving;
 use super::blocker::Blocker;
-use super::shell::{Failure, News, Shell};
+use super::news::News;
+use super::shell::{Failure, Shell};
 
 impl<S: Shell> Serving<'_, S> {
     /// Finds out if the service can go on serving with the control daemon, which still lives. Returns false if the control

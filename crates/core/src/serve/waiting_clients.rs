@@ -7,7 +7,8 @@ use alloc::vec::Vec;
 use core::time::Duration;
 
 use super::Serving;
-use super::shell::{News, Shell};
+use super::news::News;
+use super::shell::Shell;
 use crate::CoreTime;
 use crate::mps::Meaning;
 use crate::terms::ProcessId;
