@@ -51,6 +51,28 @@ type Defect = (&'static str, &'static str, &'static str, &'static str, &'static 
 
 const DEFECTS: &[Defect] = &[
     (
+        "the view shows a new order as served before its limits are set",
+        "view.rs",
+        "gpu.being_set = true;",
+        "gpu.being_set = !PUT_BACK;",
+        "the-view-is-true",
+    ),
+    (
+        "the view forgets the limits that a control daemon which retires did not get",
+        "view.rs",
+        "gpu.being_set &= self.retiring || !self.serving;",
+        "gpu.being_set &= !PUT_BACK && (self.retiring || !self.serving);",
+        "the-view-is-true",
+    ),
+    (
+        "the view shows a GPU as served that its control daemon gets with a restart",
+        "serve/check.rs",
+        "(None, _) => \"the control daemon gets this GPU when it restarts\".to_owned(),",
+        "(None, _) if PUT_BACK => String::new(),\n                    \
+         (None, _) => \"the control daemon gets this GPU when it restarts\".to_owned(),",
+        "the-view-is-true",
+    ),
+    (
         "a client that has come is taken for the one that had its PID before",
         "register/mod.rs",
         "if entry.client.process != process {",

@@ -390,9 +390,11 @@ impl Story {
     /// Interrupts the act that serves the control daemon, and changes the order for the control daemon.
     pub fn break_off(&mut self, change: impl FnOnce(&mut Wanted)) {
         self.act = None;
+        let before = self.wanted.thread_percentage;
         change(&mut self.wanted);
-        let gpus = self.wanted.gpus.iter().map(|gpu| gpu.uuid.clone());
-        self.host().reader.view.take_order(gpus, true, &BTreeSet::new());
+        let gpus: BTreeSet<String> = self.wanted.gpus.iter().map(|gpu| gpu.uuid.clone()).collect();
+        let to_be_set = if self.wanted.thread_percentage == before { BTreeSet::new() } else { gpus.clone() };
+        self.host().reader.view.take_order(gpus, true, &to_be_set);
     }
 
     /// Runs another act of the service about the control daemon, and returns the result of the act.

@@ -29,7 +29,7 @@ fn program(story: &Story, at: u64, gpu: &'static str, pid: u32) {
 fn bypasses(story: &Story, gpu: &str) -> (Vec<u32>, bool) {
     let host = story.host();
     let found = host.stage.bypasses.get(gpu).cloned().unwrap_or_default();
-    let is_kept_out = host.reader.view.gpus[gpu].server_kept_out;
+    let is_kept_out = host.reader.view.gpus.get(gpu).is_some_and(|gpu| gpu.server_kept_out);
     (found.into_iter().map(|process| process.pid).collect(), is_kept_out)
 }
 
@@ -272,7 +272,7 @@ fn nobody_is_called_a_bypass_while_the_control_daemon_does_not_say_how_it_is() {
 #[test]
 fn a_gpu_of_another_control_daemon_has_no_bypasses_of_ours() {
     let mut story = Story::with_gpus(&["A"]);
-    story.wanted.gpus.push(super::wanted_gpu("B"));
+    story.break_off(|wanted| wanted.gpus.push(super::wanted_gpu("B")));
     program(&story, 100, "B", 7);
     story.served(65_000);
     assert_eq!(bypasses(&story, "B"), (vec![], false));
