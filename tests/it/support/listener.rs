@@ -38,13 +38,16 @@ impl Listener {
     /// Waits for the `ClientFault` signals with these PIDs: one signal, or several if the server was slow to name all
     /// clients.
     pub(crate) fn wait_for_fault(&self, pids: &[u32]) -> String {
-        let words = pids.iter().map(ToString::to_string).collect::<Vec<_>>();
+        // Whole numbers are compared, since the text of one PID may be a part of the text of another PID.
+        let names = |text: &str, pid: &u32| {
+            text.split(|letter: char| !letter.is_ascii_digit()).any(|number| number.parse() == Ok(*pid))
+        };
         wait_for("ClientFault", || {
             let heard = self.heard();
             let names_one =
-                |line: &&str| line.contains("ClientFault") && words.iter().any(|pid| line.contains(pid));
+                |line: &&str| line.contains("ClientFault") && pids.iter().any(|pid| names(line, pid));
             let told = heard.lines().filter(names_one).collect::<Vec<_>>().join("\n");
-            words.iter().all(|pid| told.contains(pid)).then_some(told)
+            pids.iter().all(|pid| names(&told, pid)).then_some(told)
         })
     }
 }
