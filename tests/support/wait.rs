@@ -5,7 +5,7 @@ use std::time::{Duration, Instant};
 
 /// The longest time that a test waits for any step on a busy machine. A test reaches this time only if the condition
 /// for which it waits can't come.
-pub(crate) const DEADLINE: Duration = Duration::from_secs(60);
+pub(crate) const DEADLINE: Duration = Duration::from_secs(120);
 
 /// The pause between two looks of a waiting test at its condition.
 pub(crate) const PAUSE: Duration = Duration::from_millis(20);
