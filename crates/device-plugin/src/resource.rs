@@ -5,6 +5,7 @@ use std::convert::Infallible;
 use std::fmt::Display;
 use std::io;
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 use std::time::Duration;
 
 use common::bus::proxy::{BusError, DaemonProxy, SliceWish};
@@ -110,10 +111,11 @@ impl Resource {
         let listener = UnixListener::bind(path)?;
         let file = SocketFile::at(path).ok_or_else(|| io::Error::other("the socket was removed at once"))?;
         let (sender, receiver) = watch::channel(offered);
-        let name = name.to_owned();
+        // Each connection has a copy of the service, and copies of the receiver itself would count as kubelets.
+        let (name, offered) = (name.to_owned(), Arc::new(receiver));
         let mut until_dropped = sender.subscribe();
         let answer = service_fn(move |request| {
-            let (name, manner, offered) = (name.clone(), manner.clone(), receiver.clone());
+            let (name, manner, offered) = (name.clone(), manner.clone(), Arc::clone(&offered));
             async move { Ok::<_, Infallible>(answer(&name, &manner, &offered, request).await) }
         });
         tokio::spawn(async move {
