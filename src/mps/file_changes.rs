@@ -148,7 +148,7 @@ async fn pass_on(changes: FileChanges, queue: Arc<Readable>) {
     }
 }
 
-/// The watches whose files have changed. None if the kernel has dropped changes, since there were more than it stores: each
+/// The watches of files that have changed. None if the kernel has dropped changes, since there were more than it stores: each
 /// file may have changed.
 fn read(queue: BorrowedFd<'_>) -> io::Result<Option<BTreeSet<i32>>> {
     let mut buffer = [MaybeUninit::uninit(); 4096];

@@ -114,14 +114,14 @@ impl KernelLimitKeeper {
             is_shown = limits.outcome(place) != before.as_ref();
         });
         if is_news {
-            self.tell(place, goal, outcome).await;
+            self.log_outcome(place, goal, outcome).await;
         }
         if is_shown {
             self.changed.notify_one();
         }
     }
 
-    async fn tell(&self, place: &LimitedGroup, goal: &LimitGoal, outcome: LimitOutcome) {
+    async fn log_outcome(&self, place: &LimitedGroup, goal: &LimitGoal, outcome: LimitOutcome) {
         let (uuid, path) = (&place.gpu, &place.group.path);
         match (outcome, goal) {
             (LimitOutcome::Refused(reason), LimitGoal::Hold(_)) => tracing::info!(

@@ -25,8 +25,8 @@ pub struct Core<P> {
 }
 
 impl<P: Clone + PartialEq> Core<P> {
-    /// The core of a service that has just started. `left` has the control daemons of the state file with their GPUs, and
-    /// `changed` the GPUs whose compute mode an earlier service has changed.
+    /// The core of a service that has just started. `left` has the control daemons of the state file with their GPUs. On the GPUs
+    /// in `changed`, an earlier service has changed the compute mode.
     pub fn new(left: BTreeMap<DaemonId, Vec<GpuUuid>>, changed: BTreeSet<GpuUuid>) -> Self {
         Self { lifecycles: BTreeMap::new(), left, modes: Modes::new(changed), leaving: false }
     }

@@ -115,7 +115,7 @@ pub enum Unserved<'v> {
 }
 
 impl DaemonView {
-    /// The view of a control daemon about whose order nothing is known yet.
+    /// The view of a control daemon that has an order with these GPUs, and has not started yet.
     pub fn new(gpus: impl IntoIterator<Item = GpuUuid>) -> Self {
         let gpus = gpus.into_iter().map(|gpu| (gpu, ServedGpuView::default()));
         Self { gpus: gpus.collect(), ..Self::default() }

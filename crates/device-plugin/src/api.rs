@@ -1,7 +1,6 @@
-//! The messages of the kubelet's interface `deviceplugin/v1beta1` that this program uses, and the paths of the interface's
-//! calls. The numbers of the messages' fields are those of Kubernetes. prost encodes a `String` as a message whose field 1 is a
-//! string, an `i64` as one whose field 1 is an int64, and `()` as one without fields: Kubernetes' `CDIDevice`, `NUMANode` and
-//! `Empty`.
+//! The messages and the paths of the kubelet's interface `deviceplugin/v1beta1` that this program uses. The fields have the
+//! numbers of Kubernetes. For three messages prost has a type of its own: `String` for `CDIDevice` (field 1 is a string), `i64` for
+//! `NUMANode` (field 1 is an int64), and `()` for `Empty` (no field).
 
 use std::collections::HashMap;
 use std::fmt::Debug;
@@ -17,8 +16,8 @@ pub(crate) const ALLOCATE: &str = "/v1beta1.DevicePlugin/Allocate";
 pub(crate) const HEALTHY: &str = "Healthy";
 pub(crate) const UNHEALTHY: &str = "Unhealthy";
 
-/// Each message of Kubernetes whose field 1 is a list of messages, and that has no other field: the devices of a resource, the NUMA
-/// nodes of a device, and the containers of a request or an answer.
+/// A message of Kubernetes that has a list of messages in field 1 and no other field: the devices of a resource, the NUMA nodes of
+/// a device, or the containers of a request or an answer.
 #[derive(Clone, PartialEq, prost::Message)]
 pub(crate) struct Repeated<T: Debug + Default + prost::Message> {
     #[prost(message, repeated, tag = "1")]

@@ -26,7 +26,7 @@ const NOT_KNOWN: u64 = u64::MAX;
 const LAST_PID: u32 = 1 << 22;
 const TOO_MUCH: u64 = 1 << 50;
 
-/// The processes on a GPU: the memory of each in bytes, by PID. None for a process whose memory NVML does not know.
+/// The processes on a GPU: the memory of each process in bytes, by PID. None if NVML does not know the memory.
 pub type Processes = BTreeMap<u32, Option<u64>>;
 
 /// The reason why NVML has returned no usable list.

@@ -72,8 +72,8 @@ pub(super) struct GuestRecords {
     /// The containers by id: the directory of the guest, and the container's key in the guest's record. None if two guests have a
     /// container with the same id.
     containers: OnceLock<BTreeMap<String, Option<(OsString, String)>>>,
-    /// The records of the containers of those guests whose description was read, by the guest's directory and the container's
-    /// key. A guest whose description can't be used has no records.
+    /// The record of each container, by the directory of its guest and the key of the container. A guest without a readable
+    /// description has no records.
     guests: Mutex<BTreeMap<OsString, BTreeMap<String, GuestRecord>>>,
 }
 

@@ -254,8 +254,8 @@ impl<D: Clone + PartialEq> Links<D> {
         &self.stuck
     }
 
-    /// The news since the last call of this function, for the log: the places whose link was renewed, and the links that can't
-    /// be removed, each with the reason.
+    /// Returns, for the log, the links that were renewed since the last call of this function, and the links that can't be
+    /// removed, each with the reason.
     pub fn take_events(&mut self) -> (BTreeSet<Way>, BTreeSet<Bad>) {
         (core::mem::take(&mut self.renewed), core::mem::take(&mut self.stuck))
     }

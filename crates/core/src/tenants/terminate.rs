@@ -71,7 +71,7 @@ struct RequestLook<T: TerminationShell> {
     unplaced: BTreeSet<u32>,
     /// The reason why a control daemon has not answered, so that the look may have missed clients.
     silent: Option<String>,
-    /// The first process whose facts can't be read, so that the request may mean the process, and the reason.
+    /// The first process that can't be looked at, and the reason. The request may mean this process.
     unreadable: Option<(u32, String)>,
     /// True if the look has certainly missed no client.
     is_sure: bool,

@@ -56,8 +56,8 @@ pub(crate) async fn terminate(
         return print_json(out, &ended);
     }
     writeln!(out, "{}", prose(&words))?;
-    if let Some(whose) = whose(daemon, whom, asked).await {
-        writeln!(out, "{}", prose(&format!("Ended the GPU work of {whose}.")))?;
+    if let Some(clients) = ended_clients(daemon, whom, asked).await {
+        writeln!(out, "{}", prose(&format!("Ended the GPU work of {clients}.")))?;
     }
     Ok(())
 }
@@ -65,7 +65,7 @@ pub(crate) async fn terminate(
 /// The clients whose work was ended, as the service names them in an event since `asked`. The command does not ask
 /// the control daemons, since a hung control daemon would first be busy with this question. None if no client had
 /// work, or if the service does not answer.
-async fn whose(daemon: &DaemonProxy, whom: &Whom, asked: SystemTime) -> Option<String> {
+async fn ended_clients(daemon: &DaemonProxy, whom: &Whom, asked: SystemTime) -> Option<String> {
     let named = match whom {
         Whom { pid: Some(pid), .. } => vec![pid.to_string()],
         Whom { container: Some(id), .. } => vec![id.to_ascii_lowercase()],
