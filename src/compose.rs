@@ -39,13 +39,8 @@ pub(crate) struct Moment {
     /// True if a control daemon starts, or gets one more GPU, as soon as a control daemon that is about to end has
     /// left its GPUs.
     pub starting: bool,
-}
-
-impl Moment {
     /// True if every plan of a control daemon is in force, or the reason is known why it is not.
-    pub(crate) fn settled(&self) -> bool {
-        !self.starting && self.statuses.iter().all(|status| status.shown.settled)
-    }
+    pub settled: bool,
 }
 
 /// Everything from which a Snapshot is made.

@@ -396,7 +396,6 @@ impl Daemon {
         }
         self.fleet.clients().pursue(self.fleet.slices());
         let moment = self.fleet.at_this_moment();
-        let settled = moment.settled();
         let snapshot = self.compose(&moment);
         self.keep_cdi_spec(&snapshot);
         self.plan_next_scan(&snapshot);
@@ -408,9 +407,9 @@ impl Daemon {
             }
             modified
         });
-        self.tell_service_manager(settled);
+        self.tell_service_manager(moment.settled);
         let newest = |reloads: &mut u64| std::mem::replace(reloads, self.reloads) != self.reloads;
-        if settled && self.in_force.send_if_modified(newest) {
+        if moment.settled && self.in_force.send_if_modified(newest) {
             // An administrator usually reloads the service after a change of the configuration or of the host. So the health
             // check of all control daemons runs now, and not only at its regular time. The new limits do not wait for this
             // check.

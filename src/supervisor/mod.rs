@@ -29,9 +29,8 @@ use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::{Duration, SystemTime};
 
-use mps_core::serve::{Ended, Failure, GpuReach, Known, Requested, Serving, Wanted};
+use mps_core::serve::{Ended, Failing, Failure, GpuReach, Known, Requested, Serving, Wanted};
 use mps_core::terms::GpuProcess;
-use mps_core::view::{ControlDaemonState, PlannedWait};
 use mps_core::{ActOutcome, CoreEvent, DaemonAct, Goal, HeldGpus, RateLimit};
 use tokio::sync::{Notify, mpsc, oneshot};
 use tokio::task::yield_now;
@@ -114,18 +113,6 @@ impl From<ControlError> for Failure {
             ControlError::NotRun { .. } | ControlError::Exited { .. } => Self::NotYet(error.to_string()),
         }
     }
-}
-
-/// The reason why a control daemon does not serve, for people.
-#[derive(Debug)]
-struct Failing {
-    state: ControlDaemonState,
-    reason: String,
-    /// The wait that is the reason why the control daemon does not serve. None if the control daemon can't serve until
-    /// an administrator has done something.
-    waits: Option<PlannedWait>,
-    /// The reason that the status showed before.
-    before: String,
 }
 
 /// The supervisor of one control daemon: its order, and the facts that it keeps beyond one run of the control daemon.
@@ -240,7 +227,6 @@ impl Machine {
             Ended::Again => Ok(ActOutcome::Again),
             Ended::Stopped => {
                 self.worker.end_run(&mut self.run, None);
-                self.worker.reporter.show(|view| view.settled = false);
                 Ok(ActOutcome::Ended)
             }
         }

@@ -6,7 +6,6 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use mps_core::serve::{self, Failure, GpuReach, Known, StartPlace, Starter, Stranger, WantedUsers};
-use mps_core::view::ControlDaemonState;
 use mps_core::{CoreTime, GpuUuid, Permit, Tenure};
 
 use crate::mps::control::{Control, ControlError};
@@ -67,7 +66,6 @@ impl Machine {
 
     /// Starts a control daemon for the order.
     pub(super) async fn start(&mut self) -> Result<(), Failure> {
-        self.worker.reporter.show(|view| view.enter(ControlDaemonState::Starting, false, ""));
         let (plan, wanted) = (&self.worker.plan, self.worker.wanted());
         let has_other_ways = plan.slice_directories.is_some() || plan.private_directory.is_some();
         let users = WantedUsers {

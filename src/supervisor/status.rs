@@ -6,6 +6,7 @@ use std::time::SystemTime;
 
 use mps_core::GpuUuid;
 use mps_core::links::Way;
+use mps_core::serve::Failing;
 use mps_core::terms::DaemonId;
 use mps_core::view::{ControlDaemonState, DaemonView};
 use tokio::sync::{Notify, watch};
@@ -45,9 +46,18 @@ impl Status {
         }
         let before = std::mem::replace(&mut self.plan, Arc::new(plan.clone()));
         let goes_on = before.pipe_directory == plan.pipe_directory;
+        if *plan == (ControlDaemonPlan { supervision: Arc::clone(&plan.supervision), ..(*before).clone() }) {
+            // Nothing changes for clients. The settings are in force once the supervisor has them.
+            self.shown.settled = false;
+            return;
+        }
         let to_be_set = plan.to_be_set_since(&before).map(str::to_owned).collect();
         self.view.wanted_cpus = plan.cpus;
         self.change(since, |shown| shown.take_order(gpus(plan), goes_on, &to_be_set));
+        // No control daemon looks at a GPU that has left the plan, so what was last seen there would stay for ever.
+        let gpus = &self.shown.gpus;
+        self.bypasses.retain(|bypass| gpus.contains_key(&bypass.gpu_uuid));
+        self.compute_modes.retain(|uuid, _| gpus.contains_key(uuid));
     }
 
     /// Changes the facts that the core decides. If the state changes, the new state holds since the moment `since`.
@@ -142,27 +152,19 @@ impl Reporter {
         self.status.borrow().clone()
     }
 
-    pub(super) fn reason(&self) -> String {
-        self.status.borrow().view.reason.clone()
-    }
-
     pub(super) fn update(&self, change: impl FnOnce(&mut Status)) {
         if self.change(change) {
             self.changed.notify_one();
         }
     }
 
-    /// Records that the control daemon has ended, and publishes `shown` as its state. This call does not wake the main
-    /// loop, so that the line about the end in the service's log does not wait for the publication. The running act
-    /// ends right after this call, and the end of the act wakes the main loop.
-    pub(super) fn has_ended(&self, shown: Option<(ControlDaemonState, &str)>) {
+    /// Records that the control daemon has ended. This call does not wake the main loop, so that the line about the end in
+    /// the service's log does not wait for the publication. The end of the running act, which follows, wakes the main loop.
+    pub(super) fn has_ended(&self, failing: Option<&Failing>) {
         self.change(|status| {
             (status.view.pid, status.view.cpus) = (None, None);
             status.change(SystemTime::now(), |view| {
-                if let Some((state, reason)) = shown {
-                    view.pass_through(state, false, reason);
-                }
-                view.has_ended();
+                failing.map_or_else(|| view.has_ended(), |failing| failing.end(view))
             });
         });
     }

@@ -2,48 +2,36 @@
 
 use std::time::Duration;
 
-use mps_core::serve::{Failure, Judged, Known, tried_again};
-use mps_core::view::{ControlDaemonState, PlannedWait};
+use mps_core::serve::{Failing, Failure, Judged, Known};
 use mps_core::{ActOutcome, Cause, Goal, Permit, RunUse, WhyFailed, programs_wait};
 
 use crate::message::{Message, Subject};
 
 use super::daemon_run::DaemonRun;
-use super::{Failing, Machine, Worker};
+use super::{Machine, Worker};
 
 impl Machine {
     /// Takes note of a failure, and returns its meaning for the core.
     pub(super) fn failed(&mut self, failure: Failure) -> WhyFailed {
-        let trouble = match &failure {
-            Failure::Ended { .. } => WhyFailed::Gone,
-            Failure::NotUnderstood(_) => WhyFailed::NotUnderstood,
-            Failure::NotYet(_) => WhyFailed::NotYet,
-            _ => WhyFailed::Ill,
-        };
-        let waits = match &failure {
-            Failure::InUse(_) => Some(PlannedWait::ForOthers),
-            Failure::NotYet(_) => Some(PlannedWait::NotReady(self.worker.tools.begun.elapsed())),
-            _ => None,
-        };
-        let is_waiting = waits.is_some() || matches!(failure, Failure::Waiting(_));
-        let state = if is_waiting { ControlDaemonState::Waiting } else { ControlDaemonState::Backoff };
-        let (reason, before) = (failure.into_text(), self.worker.reporter.reason());
-        if trouble == WhyFailed::Gone {
+        let why = failure.why();
+        let now = self.worker.tools.begun.elapsed();
+        let failing = Failing::new(failure, &self.worker.reporter.status().shown, now);
+        if why == WhyFailed::Gone {
             if let Some((run, _)) = &self.run {
                 run.tell_clients_of_the_end(&self.worker.reporter, &self.worker.tools.clients);
             }
             // The run and the state change in one step, so that a control daemon that has ended is never shown as ready.
-            self.worker.end_run(&mut self.run, Some((state, &reason)));
+            self.worker.end_run(&mut self.run, Some(&failing));
         }
         // While an administrator stops the service, a failure of the control daemon is reported at once. At other times
         // the failure is reported together with the pause that follows the failure.
         if let Goal::Stop(permit) = self.worker.goal
             && permit.cause() == Cause::Stop
         {
-            self.worker.reporter.warning(reason.clone());
+            self.worker.reporter.warning(failing.reason.clone());
         }
-        self.failing = Some(Failing { state, reason, waits, before });
-        trouble
+        self.failing = Some(failing);
+        why
     }
 
     /// Finds out which clients use a control daemon that has failed, and adds them to the reason in the status.
@@ -52,27 +40,13 @@ impl Machine {
             Some(mut serving) => serving.judge().await,
             None => return RunUse::Gone,
         };
-        match (judged, &mut self.failing) {
-            (Judged::Ended(ended), _) => {
-                self.failed(ended);
-                RunUse::Gone
-            }
-            (Judged::Idle, _) => RunUse::Idle,
-            (Judged::KeptOut(holders), failing) => {
-                if let Some(failing) = failing {
-                    let held = "no server can start before these programs without MPS have ended";
-                    failing.reason = format!("{held}: {holders}; {}", failing.reason);
-                }
-                RunUse::KeptOut
-            }
-            (Judged::Clients(left), failing) => {
-                if let Some(failing) = failing {
-                    failing.state = ControlDaemonState::Waiting;
-                    failing.reason = format!("{}; {left}", failing.reason);
-                }
-                RunUse::Clients
-            }
+        let run_use = judged.run_use();
+        if let Judged::Ended(ended) = judged {
+            self.failed(ended);
+        } else if let Some(failing) = &mut self.failing {
+            failing.add(&judged);
         }
+        run_use
     }
 
     /// Publishes why the control daemon does not serve. A reason that was reported before is not reported again.
@@ -81,24 +55,16 @@ impl Machine {
             self.worker.let_go();
         }
         let reporter = &self.worker.reporter;
-        let Some(Failing { state, reason, waits, before }) = self.failing.take() else { return };
-        if before != reason {
-            let message = if state == ControlDaemonState::Waiting {
-                Message::ControlDaemonWaits
-            } else {
-                Message::ControlDaemonFailed
-            };
-            let text = format!("{reason}; {}", tried_again(pause));
+        let Some(failing) = self.failing.take() else { return };
+        if let Some((is_waiting, text)) = failing.text(pause) {
+            let message = if is_waiting { Message::ControlDaemonWaits } else { Message::ControlDaemonFailed };
             reporter.report(message, Subject::default(), text);
         }
-        reporter.show(|view| view.enter_failing(state, &reason, waits));
+        reporter.show(|view| failing.rest(view));
     }
 
     /// Ends the control daemon that runs.
     pub(super) async fn end(&mut self, may_end: Permit) -> ActOutcome {
-        if let Goal::Stop(_) = self.worker.goal {
-            self.worker.reporter.show(|view| view.enter(ControlDaemonState::Stopping, false, ""));
-        }
         let Some(mut serving) = self.serving() else { return ActOutcome::Ended };
         if let Err(lives) = serving.end(may_end).await {
             tracing::debug!("{lives}");
@@ -111,12 +77,8 @@ impl Machine {
 
 impl Worker {
     /// Records that no control daemon of this supervisor runs. If a control daemon ran, the last lines of its log are
-    /// reported. `shown` is the state to publish from then on; without it the published state stays.
-    pub(super) fn end_run(
-        &mut self,
-        run: &mut Option<(DaemonRun, Known)>,
-        shown: Option<(ControlDaemonState, &str)>,
-    ) {
+    /// reported.
+    pub(super) fn end_run(&mut self, run: &mut Option<(DaemonRun, Known)>, failing: Option<&Failing>) {
         if let Some((run, mut known)) = run.take() {
             if let Some((server, hit)) = known.take_hit() {
                 for (ordinal, clients) in hit {
@@ -134,6 +96,6 @@ impl Worker {
             self.reporter.warning(format!("the state file can't be written: {error}"));
         }
         tracing::debug!(step = "forgotten", "the state file has no control daemon {id} any more");
-        self.reporter.has_ended(shown);
+        self.reporter.has_ended(failing);
     }
 }

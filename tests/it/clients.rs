@@ -177,6 +177,29 @@ fn a_name_makes_nobody_a_client() {
 /// A program starts without MPS after another program has changed the compute mode: the state says so, clients that are
 /// served lose nothing, and the message disappears when the program has ended. A reload does not take the GPU from its
 /// clients because of that program.
+/// After the GPU has left the plan, no control daemon looks at the program any more.
+#[test]
+fn a_bypass_is_not_listed_once_its_gpu_has_left_the_plan() {
+    let mut host = Host::new("h200x8");
+    let uuid = |index: usize| fs::read_to_string(host.path(&format!("gpus/{index}/uuid"))).unwrap();
+    let entry = |index| format!("path: {}, type: NVIDIA_MPS, virtual_number: 2", uuid(index).trim());
+    let (first, second) = (entry(0), entry(1));
+    host.devices(&[&first, &second]);
+    host.start();
+    host.wait_for_state("ready");
+    host.plant("gpus/0/compute_mode", "Default");
+    let program = bypassing(&host);
+    host.reload();
+    host.wait_for_state("degraded");
+    assert_eq!(host.listed(program.id()).unwrap()["bypass"], true);
+    host.devices(&[&second]);
+    host.reload();
+    host.wait_for_state("ready");
+    wait_for("the end of the entry", || host.listed(program.id()).is_none().then_some(()));
+    drop(program);
+    assert_eq!(host.stop().code(), Some(0));
+}
+
 #[test]
 fn a_bypass_is_told_and_nobody_loses_anything() {
     let mut host = Host::serving("h200");

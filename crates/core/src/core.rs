@@ -5,6 +5,7 @@ use alloc::vec::Vec;
 
 use crate::lifecycle::{Lifecycle, Next};
 use crate::modes::Modes;
+use crate::view::DaemonView;
 use crate::{
     Act, Cause, CoreEvent, CoreTime, DaemonAct, DaemonId, Demand, Goal, GpuUuid, HeldGpus, MpsSwitch, Order,
     Permit,
@@ -130,6 +131,7 @@ impl<P: Clone + PartialEq> Core<P> {
                     }
                     acts.push(Act::Daemon { id, order, goal, held, act });
                 }
+                Some(Next::Wait) => acts.push(Act::Release { id }),
                 Some(Next::Release) => {
                     let released = self.lifecycles.remove(&id);
                     if let Some(written) = released.as_ref().and_then(|one| one.written().cloned()) {
@@ -191,19 +193,27 @@ impl<P: Clone + PartialEq> Core<P> {
     /// The GPUs for which a control daemon has an order while another control daemon still has the GPU, each with the id of
     /// that other control daemon.
     pub fn kept(&self) -> HeldGpus {
-        let serving = self.lifecycles.iter().filter(|(_, one)| one.goal() == Goal::Serve);
-        serving.flat_map(|(id, _)| self.held(id)).collect()
+        self.serving().flat_map(|(id, _)| self.held(id)).collect()
     }
 
-    /// Returns whether a control daemon starts, or gets one more GPU, as soon as another control daemon, which is about to end
-    /// now, has ended. `is_put_off` is true for a control daemon whose end waits for clients, or is tried again only after a
-    /// failure.
-    pub fn is_starting(&self, is_put_off: impl Fn(&DaemonId) -> bool) -> bool {
-        let serving = self.lifecycles.iter().filter(|(_, one)| one.goal() == Goal::Serve);
-        serving.into_iter().any(|(id, one)| {
+    /// True if a control daemon starts, or gets one more GPU, as soon as another control daemon, which is about to end now, has
+    /// ended. `view` returns the view of a control daemon that has a supervisor.
+    pub fn is_starting<'v>(&self, view: impl Fn(&DaemonId) -> Option<&'v DaemonView>) -> bool {
+        // A control daemon of the state file that has no supervisor keeps its GPUs at least until the next plan.
+        let is_put_off = |id: &DaemonId| view(id).is_none_or(|view| view.put_off);
+        self.serving().any(|(id, one)| {
             let held = self.held(id);
-            if one.is_pending() { !held.values().any(&is_put_off) } else { !held.values().all(&is_put_off) }
+            if one.is_pending() { !held.values().any(is_put_off) } else { !held.values().all(is_put_off) }
         })
+    }
+
+    /// True if each order is in force, or the reason is known why it is not. The service says that it is ready only then.
+    pub fn is_settled<'v>(&self, view: impl Fn(&DaemonId) -> Option<&'v DaemonView>) -> bool {
+        !self.is_starting(&view) && self.serving().all(|(id, _)| view(id).is_none_or(|view| view.settled))
+    }
+
+    fn serving(&self) -> impl Iterator<Item = (&DaemonId, &Lifecycle<P>)> {
+        self.lifecycles.iter().filter(|(_, one)| one.goal() == Goal::Serve)
     }
 
     /// Returns whether no control daemon has a supervisor and no compute mode is being changed, so that a service that is

@@ -81,6 +81,9 @@ impl Told {
 pub(crate) enum Next {
     Act(DaemonAct),
     Interrupt,
+    /// The control daemon waits for GPUs that others have, and needs no supervisor meanwhile: a supervisor would be shown as
+    /// starting for as long as the clients on these GPUs stay.
+    Wait,
     Release,
 }
 
@@ -211,10 +214,11 @@ impl<P: Clone + PartialEq> Lifecycle<P> {
                 // The moment to act has come, so [`Self::due`] must not return it again. The control daemon may still have to
                 // wait for GPUs.
                 self.phase = Phase::Open;
-                match self.choose(held)? {
-                    Next::Act(DaemonAct::Start | DaemonAct::Serve) if modes_change => return None,
-                    Next::Act(act) => act,
-                    other => return Some(other),
+                match self.choose(held) {
+                    None => return self.told.take().map(|_| Next::Wait),
+                    Some(Next::Act(DaemonAct::Start | DaemonAct::Serve)) if modes_change => return None,
+                    Some(Next::Act(act)) => act,
+                    other => return other,
                 }
             }
         };

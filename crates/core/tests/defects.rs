@@ -39,6 +39,7 @@ const SEEDS: &[(&str, &str)] = &[
     ("a server is ended after the grace though others on it are well", "7000"),
     ("every client of a server with a fatal GPU error is called done", "7200"),
     ("a request believes the list of clients after a fatal GPU error", "6200"),
+    ("a control daemon that waits for GPUs counts as starting", "6750"),
 ];
 
 /// The number of histories for the copy without an active defect. The copy without an active defect works like the
@@ -50,6 +51,21 @@ const HISTORIES_WITHOUT: &str = "1000";
 type Defect = (&'static str, &'static str, &'static str, &'static str, &'static str);
 
 const DEFECTS: &[Defect] = &[
+    (
+        "a control daemon that waits for GPUs counts as starting",
+        "lifecycle.rs",
+        "None => return self.told.take().map(|_| Next::Wait),",
+        "None if PUT_BACK => return None,\n                    \
+         None => return self.told.take().map(|_| Next::Wait),",
+        "ready-comes",
+    ),
+    (
+        "a control daemon that waits for clients counts as one that ends at once",
+        "view.rs",
+        "self.put_off = true;",
+        "self.put_off = !PUT_BACK;",
+        "ready-comes",
+    ),
     (
         "the view shows a new order as served before its limits are set",
         "view.rs",

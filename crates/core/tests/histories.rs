@@ -54,17 +54,22 @@ fn mood(seed: u64) -> Mood {
     }
 }
 
-/// Plays a history. The error has the promise that does not hold, and the history as a story.
+/// Plays a history. The error has the promise that does not hold, and the history as a story, with the service's knowledge
+/// before the step that breaks the promise.
 fn play(steps: &[u64], mood: Mood, tells: bool) -> Result<(), (String, String)> {
-    let mut world = World::new(mood, tells);
+    let (mut world, mut before) = (World::new(mood, tells), String::new());
     let played = panic::catch_unwind(AssertUnwindSafe(|| {
         for step in steps {
+            if tells {
+                before = world.knowledge();
+            }
             world.step(*step);
             world.check();
         }
+        world.check_ready_comes();
         world.check_all_is_served_in_the_end();
     }));
-    played.map_err(|why| (words(&*why), world.story().to_owned()))
+    played.map_err(|why| (words(&*why), format!("{}before the last step: {before}", world.story())))
 }
 
 /// The text of a panic.

@@ -17,7 +17,7 @@ use crate::dbus::Reply;
 use crate::mps::process;
 use crate::register::Clients;
 use crate::supervisor::admission::close_unsupervised;
-use crate::supervisor::{SupervisorHandle, Tools};
+use crate::supervisor::{Status, SupervisorHandle, Tools};
 use common::bus::error::RequestError;
 use common::config::{Settings, Supervision};
 use common::plan::{self, Configured, Plan};
@@ -111,21 +111,19 @@ impl Fleet {
 
     pub(super) fn at_this_moment(&self) -> Moment {
         let Conducted { core, supervisors, .. } = &*self.conductor.lock();
-        let (mut statuses, mut leaving, mut under_way) = (Vec::new(), Vec::new(), BTreeSet::new());
-        for (id, supervisor) in supervisors {
-            let status = supervisor.status();
-            if !status.shown.put_off {
-                under_way.insert(id);
-            }
+        let all: BTreeMap<&DaemonId, Status> =
+            supervisors.iter().map(|(id, supervisor)| (id, supervisor.status())).collect();
+        let view = |id: &DaemonId| all.get(id).map(|status| &status.shown);
+        let (starting, settled) = (core.is_starting(view), core.is_settled(view));
+        let (mut statuses, mut leaving) = (Vec::new(), Vec::new());
+        for (id, status) in all {
             match core.goal(id) {
                 Some(Goal::Serve) => statuses.push(status),
                 Some(_) => leaving.push(status),
                 None => {}
             }
         }
-        // A control daemon that has no supervisor yet counts as put off: its start waits for the next plan.
-        let starting = core.is_starting(|id| !under_way.contains(id));
-        Moment { now: self.tools.begun.elapsed(), statuses, leaving, held: core.kept(), starting }
+        Moment { now: self.tools.begun.elapsed(), statuses, leaving, held: core.kept(), starting, settled }
     }
 
     /// Asks the question to each supervisor whose control daemon has a wanted goal.

@@ -155,6 +155,8 @@ impl World {
             tasks: BTreeMap::new(),
             acts: BTreeMap::new(),
             starting: BTreeMap::new(),
+            shown: BTreeMap::new(),
+            failing: BTreeMap::new(),
             watched: BTreeMap::new(),
             reaches: BTreeMap::new(),
             admissions: BTreeMap::new(),

@@ -58,7 +58,7 @@ impl World {
             service.admissions.get(id).is_some_and(|admission| admission.is_missing(&slice.to_string()))
         };
         let is_shown = |watched: &super::serving::Watched| {
-            watched.mps.lock().unwrap().reader.shows_as_served(&gpu_of(*slice), order)
+            watched.mps.lock().unwrap().reader.shown.serves(&gpu_of(*slice), order)
         };
         service.has_plan
             && service.ending.is_none()

@@ -134,7 +134,7 @@ impl SimShell {
     /// The promise limits-are-in-force: while the service shows a control daemon as ready, the control daemon has the
     /// limits of its order, unless another program has just changed these limits.
     pub(crate) fn check_limits_are_in_force(&self, mps: &Mps) {
-        if mps.reader.is_ready() && mps.reader.view.settled && mps.taken_by.is_none() {
+        if mps.reader.is_ready() && mps.reader.shown.view.settled && mps.taken_by.is_none() {
             let differing = mps.differing(self.setting, false);
             assert!(differing.is_none(), "limits-are-in-force: {} is ready, and {differing:?}", mps.pid);
         }
@@ -146,7 +146,7 @@ impl SimShell {
         if mps.taken_by.is_some() || mps.has_news() {
             return;
         }
-        let served = self.gpus.iter().filter(|gpu| mps.reader.view.unserved(gpu).is_none());
+        let served = self.gpus.iter().filter(|gpu| mps.reader.shown.view.unserved(gpu).is_none());
         for gpu in served {
             let ordinal = mps.gpus.iter().position(|one| one == gpu);
             let ordinal = ordinal.unwrap_or_else(|| {

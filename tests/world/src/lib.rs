@@ -45,6 +45,7 @@ use std::fmt::Write;
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
+use mps_core::serve::Failing;
 use mps_core::{
     Act, ActOutcome, Core, CoreEvent, DaemonAct, DaemonId, Demand, Goal, ModeOutcome, Order, programs_wait,
 };
@@ -54,6 +55,7 @@ use budgets::SimWatch;
 use host::SimNvml;
 use kernel_limits::{SimKernel, SimKernelLimits};
 use mps::Mps;
+use reader::Shown;
 use requests::SimRequest;
 use serving::{Reaches, RunningAct, Watched};
 use ways::{SimAdmission, SimDrained, Ways};
@@ -166,6 +168,10 @@ struct Service {
     /// The control daemons whose processes a supervisor of the service watches.
     watched: BTreeMap<DaemonId, Watched>,
     reaches: Reaches,
+    /// The published views of the control daemons that do not run.
+    shown: BTreeMap<DaemonId, Shown>,
+    /// The failures that the service has not published yet: it publishes them with the pause that follows.
+    failing: BTreeMap<DaemonId, Failing>,
     admissions: BTreeMap<DaemonId, SimAdmission>,
     /// The service's watches over the budgets of slices, by GPU.
     budgets: BTreeMap<String, SimWatch>,
@@ -283,6 +289,15 @@ impl World {
         }
     }
 
+    /// The facts on which the service's next decisions depend, as text.
+    pub fn knowledge(&self) -> String {
+        let Some(Service { core, watched, failing, .. }) = &self.service else {
+            return "no service".to_owned();
+        };
+        let views = self.service.as_ref().map(|service| self.views(service));
+        format!("{core:#?}\nviews: {views:#?}\nfailures: {failing:#?}\ncontrol daemons: {watched:#?}")
+    }
+
     pub fn story(&self) -> &str {
         self.story.as_deref().unwrap_or_default()
     }
@@ -395,6 +410,9 @@ impl World {
                 if let Some(admission) = service.admissions.get(&id).filter(|_| !programs_wait(pause)) {
                     admission.let_go();
                 }
+                if let Some(failing) = service.failing.remove(&id) {
+                    self.change_view(&id, |view| failing.rest(view));
+                }
             }
             Act::Daemon { id, order, goal, held, act } => {
                 let retiring = goal == Goal::Retire;
@@ -427,6 +445,8 @@ impl World {
                 assert!(!service.tasks.contains_key(&id), "{id} is released while something is under way");
                 service.watched.remove(&id);
                 service.reaches.remove(&id);
+                service.shown.remove(&id);
+                service.failing.remove(&id);
                 service.admissions.remove(&id);
             }
             Act::TakeMode(gpu) => _ = service.modes.insert(gpu, (true, 0)),
@@ -441,6 +461,7 @@ impl World {
         // change of a GPU's compute mode waits for the present change.
         self.change_modes(id);
         let written = self.state_file.daemons.get(id).cloned();
+        self.change_view(id, |_| {});
         let Some(service) = &mut self.service else { return };
         service.acts.remove(id);
         service.starting.remove(id);

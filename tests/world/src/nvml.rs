@@ -94,17 +94,18 @@ impl GpuShell for SimShell {
 
     fn show(&mut self, change: impl FnOnce(&mut DaemonView)) {
         let mut mps = self.lock();
-        let before = mps.reader.view.clone();
-        change(&mut mps.reader.view);
-        let view = &mps.reader.view;
+        let before = mps.reader.shown.view.clone();
+        change(&mut mps.reader.shown.view);
+        let view = &mps.reader.shown.view;
         if *view != before {
             mps.reader.news += 1;
             self.check_limits_are_in_force(&mps);
             self.check_the_view_is_true(&mps);
             check_what_is_ready_takes_clients(&mps);
         }
-        let is_faulted = |view: &DaemonView| view.state == ControlDaemonState::Faulted;
-        if is_faulted(&before) && !is_faulted(&mps.reader.view) {
+        let stays = [ControlDaemonState::Faulted, ControlDaemonState::Stopping]
+            .contains(&mps.reader.shown.view.state);
+        if before.state == ControlDaemonState::Faulted && !stays {
             mps.fault_is_over();
         }
     }

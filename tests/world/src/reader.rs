@@ -33,6 +33,33 @@ pub(crate) enum Waits {
     Event { until: Duration, takes_requests: bool },
 }
 
+/// The view of a control daemon that the service publishes, from the first act about the control daemon to its release.
+#[derive(Debug, Clone, Default)]
+pub struct Shown {
+    pub view: DaemonView,
+    /// The payload and the GPUs of the last order.
+    order: Option<(u32, Vec<String>)>,
+}
+
+impl Shown {
+    pub(crate) fn takes(&mut self, order: &Order<u32>) {
+        let before = self.order.replace((order.payload, order.gpus.clone()));
+        if self.order == before {
+            return;
+        }
+        let (payload, gpus) = before.unwrap_or_default();
+        let is_new = |gpu: &&String| payload != order.payload || !gpus.contains(*gpu);
+        let to_be_set = order.gpus.iter().filter(is_new).cloned().collect();
+        self.view.take_order(order.gpus.iter().cloned(), true, &to_be_set);
+    }
+
+    /// True if the service publishes that a program which comes to a GPU now is served with the limits of this order.
+    pub(crate) fn serves(&self, gpu: &str, order: &Order<u32>) -> bool {
+        self.order.as_ref().is_some_and(|(payload, _)| *payload == order.payload)
+            && self.view.unserved(gpu).is_none()
+    }
+}
+
 #[derive(Debug, Default)]
 pub struct Reader {
     /// The number of lines of the log that the service has read.
@@ -52,10 +79,7 @@ pub struct Reader {
     /// True if the last request that the service has taken was to make a change by force.
     pub(crate) is_forced: bool,
     pub(crate) waits: Waits,
-    /// The view of the control daemon that the service publishes.
-    pub view: DaemonView,
-    /// The last order that the service has given the control daemon: its payload and its GPUs.
-    pub(crate) order: Option<(u32, Vec<String>)>,
+    pub shown: Shown,
     /// The number of facts that the service has reported or published.
     pub(crate) news: usize,
     /// The messages that the service has logged.
@@ -93,25 +117,7 @@ impl Reader {
     }
 
     pub(crate) fn is_ready(&self) -> bool {
-        self.view.state == ControlDaemonState::Ready && self.view.serving
-    }
-
-    /// The service gives the control daemon an order.
-    pub(crate) fn takes(&mut self, order: &Order<u32>) {
-        let before = self.order.replace((order.payload, order.gpus.clone()));
-        if self.order == before {
-            return;
-        }
-        let (payload, gpus) = before.unwrap_or_default();
-        let is_new = |gpu: &&String| payload != order.payload || !gpus.contains(*gpu);
-        let to_be_set = order.gpus.iter().filter(is_new).cloned().collect();
-        self.view.take_order(order.gpus.iter().cloned(), true, &to_be_set);
-    }
-
-    /// True if the service publishes that a program which comes to a GPU now is served with the limits of this order.
-    pub(crate) fn shows_as_served(&self, gpu: &str, order: &Order<u32>) -> bool {
-        self.order.as_ref().is_some_and(|(payload, _)| *payload == order.payload)
-            && self.view.unserved(gpu).is_none()
+        self.shown.view.state == ControlDaemonState::Ready && self.shown.view.serving
     }
 }
 

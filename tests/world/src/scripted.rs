@@ -227,7 +227,7 @@ impl Script {
     }
 
     fn any_force(&self) -> Option<Deed> {
-        let waits = |mps: &Mps| mps.reader.view.state == ControlDaemonState::Waiting;
+        let waits = |mps: &Mps| mps.reader.shown.view.state == ControlDaemonState::Waiting;
         self.world.daemons.values().any(|one| waits(&one.lock())).then_some(Deed::Force)
     }
 
@@ -421,7 +421,7 @@ impl World {
             ids.insert(pid, id.to_string());
             let gpus = one.gpus.iter().map(|name| gpu(name)).collect();
             let mps = one.lock();
-            let view = self.service.as_ref().map(|_| &mps.reader.view);
+            let view = self.service.as_ref().map(|_| &mps.reader.shown.view);
             let published = view.map(|view| (format!("{:?}", view.state).to_lowercase(), view.servers.len()));
             seen.daemons.insert(id.to_string(), SeenDaemon { gpus, published });
             let is_to_serve = self.service.as_ref().is_some_and(|one| one.core.goal(id) == Some(Goal::Serve));
@@ -441,7 +441,7 @@ impl World {
     /// percentage in force.
     fn served_by(&self, id: &DaemonId, mps: &Mps) -> Vec<(&'static str, u8)> {
         let order = self.service.as_ref().and_then(|service| service.core.order(id));
-        let view = &mps.reader.view;
+        let view = &mps.reader.shown.view;
         let served = order.into_iter().flat_map(|order| &order.gpus);
         let served = served.filter(|gpu| view.unserved(gpu).is_none());
         served.filter_map(|name| Some((gpu(name), view.gpus.get(name)?.thread_percentage?))).collect()

@@ -12,6 +12,7 @@ use std::time::Duration;
 
 use mps_core::serve::{Ended, Failure, Judged, Known, Serving, Wanted};
 use mps_core::terms::ServedGpu;
+use mps_core::view::DaemonView;
 use mps_core::{ActOutcome, Cause, DaemonAct, DaemonId, HeldGpus, Order, RunUse, Tenure, WhyFailed};
 
 use super::edge::SimShell;
@@ -28,7 +29,10 @@ pub(crate) struct Watched {
 
 impl fmt::Debug for Watched {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "{:?}", self.known.borrow())
+        match self.known.try_borrow() {
+            Ok(known) => write!(f, "{known:?}"),
+            Err(_) => write!(f, "the running act changes the facts"),
+        }
     }
 }
 
@@ -51,8 +55,10 @@ impl Watched {
     }
 }
 
-/// A running act about a control daemon. The act returns its outcome, and true if the control daemon has ended.
-pub(crate) type RunningAct = Pin<Box<dyn Future<Output = (ActOutcome, bool)>>>;
+/// A running act about a control daemon. The act returns its outcome, true if the control daemon has ended, and the reason why
+/// the control daemon does not serve, or who uses it.
+pub(crate) type RunningAct =
+    Pin<Box<dyn Future<Output = (ActOutcome, bool, Option<Result<Judged, Failure>>)>>>;
 
 impl ControlDaemon {
     pub(crate) fn lock(&self) -> MutexGuard<'_, Mps> {
@@ -135,38 +141,37 @@ pub(crate) fn wanted(task: &Task) -> Wanted {
     }
 }
 
-pub(crate) fn failed(failure: &Failure) -> (ActOutcome, bool) {
-    match failure {
-        Failure::Ended { .. } => (ActOutcome::Failed(WhyFailed::Gone), true),
-        Failure::NotUnderstood(_) => (ActOutcome::Failed(WhyFailed::NotUnderstood), false),
-        Failure::NotYet(_) => (ActOutcome::Failed(WhyFailed::NotYet), false),
-        _ => (ActOutcome::Failed(WhyFailed::Ill), false),
-    }
+pub(crate) fn failed(failure: Failure) -> (ActOutcome, bool, Option<Result<Judged, Failure>>) {
+    let why = failure.why();
+    (ActOutcome::Failed(why), why == WhyFailed::Gone, Some(Err(failure)))
 }
 
 /// Carries out an act about a control daemon as the service's supervisor does. Returns the outcome, and true if the
 /// control daemon has ended.
-async fn carry_out(act: DaemonAct, mut serving: Serving<'_, SimShell>) -> (ActOutcome, bool) {
-    match act {
+async fn carry_out(
+    act: DaemonAct,
+    mut serving: Serving<'_, SimShell>,
+) -> (ActOutcome, bool, Option<Result<Judged, Failure>>) {
+    let (outcome, has_ended) = match act {
         DaemonAct::TakeOver => match serving.take_over().await {
             Ok(runs) => (ActOutcome::Done, !runs),
-            Err(failure) => failed(&failure),
+            Err(failure) => return failed(failure),
         },
         DaemonAct::Serve => match serving.serve().await {
             Ok(Ended::Again) => (ActOutcome::Again, false),
             Ok(Ended::Stopped) => (ActOutcome::Ended, true),
-            Err(failure) => failed(&failure),
+            Err(failure) => return failed(failure),
         },
-        DaemonAct::Judge => match serving.judge().await {
-            Judged::Ended(_) => (ActOutcome::Used(RunUse::Gone), true),
-            Judged::Idle => (ActOutcome::Used(RunUse::Idle), false),
-            Judged::KeptOut(_) => (ActOutcome::Used(RunUse::KeptOut), false),
-            Judged::Clients(_) => (ActOutcome::Used(RunUse::Clients), false),
-        },
+        DaemonAct::Judge => {
+            let judged = serving.judge().await;
+            let run_use = judged.run_use();
+            return (ActOutcome::Used(run_use), run_use == RunUse::Gone, Some(Ok(judged)));
+        }
         DaemonAct::End(permit) if serving.end(permit).await.is_ok() => (ActOutcome::Ended, true),
         DaemonAct::End(_) => (ActOutcome::Lives, false),
         DaemonAct::Start | DaemonAct::Rest(_) | DaemonAct::Leave => (ActOutcome::Done, false),
-    }
+    };
+    (outcome, has_ended, None)
 }
 
 impl World {
@@ -179,9 +184,10 @@ impl World {
             let mut mps = mps.lock().unwrap();
             let new = Reader::new(mps.read_until);
             let before = std::mem::replace(&mut mps.reader, new);
-            if has_just_started {
-                (mps.reader.view, mps.reader.order) = (before.view, before.order);
-            }
+            mps.reader.shown = match has_just_started {
+                true => before.shown,
+                false => service.shown.get(id).cloned().unwrap_or_default(),
+            };
             (mps.gpus.clone(), !mps.serves_one_user)
         };
         let known = Rc::new(RefCell::new(Known::new(gpus, multiuser, has_just_started, self.now)));
@@ -218,8 +224,10 @@ impl World {
                 self.service.as_mut()?.acts.insert(id.clone(), act);
                 None
             }
-            Poll::Ready((outcome, has_ended)) => {
+            Poll::Ready((outcome, has_ended, why)) => {
+                self.has_failed(id, why);
                 if has_ended {
+                    self.change_view(id, DaemonView::has_ended);
                     self.forget(id);
                 }
                 Some(outcome)
@@ -236,7 +244,8 @@ impl World {
             return Some(ActOutcome::Done);
         };
         if self.goes_wrong(dice) {
-            // The service has no free file descriptor for the process.
+            let no_descriptor = Failure::Failed("the service has no free file descriptor".to_owned());
+            self.has_failed(id, Some(Err(no_descriptor)));
             return Some(ActOutcome::Failed(WhyFailed::Ill));
         }
         self.watch(id, pid, false);
@@ -250,7 +259,7 @@ impl World {
         let reach = Rc::clone(service.reaches.entry(id.clone()).or_default());
         let gpus = {
             let mut mps = watched.mps.lock().unwrap();
-            mps.reader.takes(&task.order);
+            mps.reader.shown.takes(&task.order);
             mps.gpus.clone()
         };
         let shell = SimShell {
@@ -273,7 +282,7 @@ impl World {
     }
 
     /// The simulated control daemon about which the service carries out an act.
-    fn mps_of(&self, id: &DaemonId) -> Option<Arc<Mutex<Mps>>> {
+    pub(crate) fn mps_of(&self, id: &DaemonId) -> Option<Arc<Mutex<Mps>>> {
         let service = self.service.as_ref()?;
         let watched = || service.watched.get(id).map(|watched| &watched.mps);
         service.starting.get(id).or_else(watched).cloned()

@@ -1,8 +1,11 @@
 //! The simulated shell of the service: the shell carries out acts step by step, and any trouble can happen between two
 //! steps.
 
-use mps_core::{ActOutcome, DaemonAct, DaemonId, ModeOutcome};
+use mps_core::serve::{Failing, Failure, Judged};
+use mps_core::view::DaemonView;
+use mps_core::{ActOutcome, DaemonAct, DaemonId, ModeOutcome, WhyFailed};
 
+use super::reader::Shown;
 use super::{Dice, Mode, Task, World};
 
 impl World {
@@ -53,6 +56,46 @@ impl World {
 
     pub(crate) fn goes_wrong(&self, dice: &mut Dice) -> bool {
         !self.is_calm && dice.one_in(8)
+    }
+
+    /// Takes note of a failure of a control daemon, or of who uses a control daemon that has failed.
+    pub(crate) fn has_failed(&mut self, id: &DaemonId, why: Option<Result<Judged, Failure>>) {
+        let (view, now) = (self.shown(id).view, self.now);
+        let Some(service) = &mut self.service else { return };
+        let failure = match why {
+            None => return,
+            Some(Ok(Judged::Ended(failure)) | Err(failure)) => failure,
+            Some(Ok(judged)) => {
+                if let Some(failing) = service.failing.get_mut(id) {
+                    failing.add(&judged);
+                }
+                return;
+            }
+        };
+        let is_gone = failure.why() == WhyFailed::Gone;
+        let failing = Failing::new(failure, &view, now);
+        service.failing.insert(id.clone(), failing.clone());
+        if is_gone {
+            self.change_view(id, |view| failing.end(view));
+        }
+    }
+
+    /// The view of a control daemon, as the service publishes it.
+    pub(crate) fn shown(&self, id: &DaemonId) -> Shown {
+        let of_run = self.mps_of(id).map(|mps| mps.lock().unwrap().reader.shown.clone());
+        let kept = || self.service.as_ref().and_then(|service| service.shown.get(id).cloned());
+        of_run.or_else(kept).unwrap_or_default()
+    }
+
+    pub(crate) fn change_view(&mut self, id: &DaemonId, change: impl FnOnce(&mut DaemonView)) {
+        let mut shown = self.shown(id);
+        change(&mut shown.view);
+        if let Some(mps) = self.mps_of(id) {
+            mps.lock().unwrap().reader.shown.clone_from(&shown);
+        }
+        if let Some(service) = &mut self.service {
+            service.shown.insert(id.clone(), shown);
+        }
     }
 
     pub(crate) fn forget(&mut self, id: &DaemonId) {

@@ -116,7 +116,8 @@ impl World {
         mps.is_calm = self.is_calm;
         mps.refuses_multiuser = self.refuses_multiuser;
         mps.ways = Some(Arc::clone(&self.ways));
-        mps.reader.takes(&task.order);
+        mps.reader.shown = self.shown(id);
+        mps.reader.shown.takes(&task.order);
         let mps = Arc::new(Mutex::new(mps));
         let gpus = task.order.gpus.clone();
         let setting = setting_of(&mps_core::Order { gpus: gpus.clone(), ..task.order.clone() }, &gpus);
@@ -131,7 +132,7 @@ impl World {
         let under_way = async move {
             let mut starter = SimStarter { shell, in_the_way: None };
             let started = start(&mut starter, &mut reach.borrow_mut(), &wanted, users).await;
-            started.map_or_else(|failure| failed(&failure), |_| (ActOutcome::Done, false))
+            started.map_or_else(failed, |_| (ActOutcome::Done, false, None))
         };
         service.acts.insert(id.clone(), Box::pin(under_way));
     }

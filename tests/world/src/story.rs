@@ -350,7 +350,7 @@ impl Story {
         mps.with_our_mode = gpus.iter().cloned().collect();
         (mps.is_calm, mps.listens_at, mps.before_children) = (true, Duration::ZERO, SERVER - 1);
         mps.stage.is_on = true;
-        mps.reader.view = DaemonView::new(gpus.iter().cloned());
+        mps.reader.shown.view = DaemonView::new(gpus.iter().cloned());
         let admission = SimAdmission::new(&DaemonId::Shared, &gpus);
         let (mps, id, setting) = (Arc::new(Mutex::new(mps)), DaemonId::Shared, setting(&wanted, &gpus));
         let shell = SimShell { mps, id, gpus, setting, admission };
@@ -394,7 +394,7 @@ impl Story {
         change(&mut self.wanted);
         let gpus: BTreeSet<String> = self.wanted.gpus.iter().map(|gpu| gpu.uuid.clone()).collect();
         let to_be_set = if self.wanted.thread_percentage == before { BTreeSet::new() } else { gpus.clone() };
-        self.host().reader.view.take_order(gpus, true, &to_be_set);
+        self.host().reader.shown.view.take_order(gpus, true, &to_be_set);
     }
 
     /// Runs another act of the service about the control daemon, and returns the result of the act.
@@ -435,7 +435,7 @@ impl Story {
     /// The state of the control daemon that the service publishes, in words.
     pub fn shown(&self) -> String {
         let host = self.host();
-        let DaemonView { state, serving, reason, .. } = &host.reader.view;
+        let DaemonView { state, serving, reason, .. } = &host.reader.shown.view;
         let serves = if *serving { "serving" } else { "not serving" };
         format!("{state:?}, {serves}: {reason}").trim_end_matches(": ").to_owned()
     }

@@ -150,8 +150,8 @@ impl World {
         for watched in self.service.iter().flat_map(|service| service.watched.values()) {
             let mps = &mut *watched.mps.lock().unwrap();
             let (now, reader) = (mps.now, &mut mps.reader);
-            let is_asked_for = reader.view.reason.contains("apply --force");
-            if is_asked_for && reader.view.ends_when_idle && reader.requests.is_empty() {
+            let is_asked_for = reader.shown.view.reason.contains("apply --force");
+            if is_asked_for && reader.shown.view.ends_when_idle && reader.requests.is_empty() {
                 reader.requests.push_back((now, Requested::Apply { force: true }));
             }
         }
@@ -198,7 +198,7 @@ impl World {
                     && mps.differing(setting, true).is_none()
                     && (mps.serves_one_user || !mps.servers.is_empty())
                     && mps.servers.values().all(is_well)
-                    && gpus.iter().all(|gpu| mps.reader.shows_as_served(gpu, order))
+                    && gpus.iter().all(|gpu| mps.reader.shown.serves(gpu, order))
             })
     }
 }

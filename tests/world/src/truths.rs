@@ -16,6 +16,8 @@
 //!   the log has told of
 //! * the-view-is-true: a control daemon that is shown as serving a GPU has the GPU, with the limits of its order, unless
 //!   something has happened that the service can't know yet
+//! * ready-comes: a service to which nothing happens says within four minutes that it is ready, however long its troubles
+//!   last: each order is in force, or the view has the reason why it is not
 //! * the-view-settles: on a host without events nothing in the view of a control daemon changes
 //! * who-was-hit-is-told: each client that was hit by a fatal GPU error is reported once, and no other client
 //! * everybody-is-known: a client has its tenant and its slice from its first line in the log until its end was told,
@@ -66,13 +68,17 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
 
+use mps_core::view::DaemonView;
 use mps_core::{Act, Cause, Configured, DaemonAct, DaemonId, MpsSwitch, Order, Tenure};
 
 use super::serving::mode_of;
-use super::{Dice, Ending, World};
+use super::{Dice, Ending, Service, World};
 
 /// The most acts of the service about one control daemon without an event from outside and without a pause.
 const MOST_IN_A_ROW: usize = 20;
+
+/// The longest time until the service says that it is ready: a minute less than `TimeoutStartSec=` of the unit.
+const READY_WITHIN: Duration = Duration::from_secs(240);
 
 /// The longest time from the end of all troubles of the world until the service serves all orders.
 const LONGEST: Duration = Duration::from_secs(600);
@@ -227,6 +233,48 @@ impl World {
         }
     }
 
+    /// The promise ready-comes: systemd ends a service that does not say READY=1 within five minutes.
+    pub fn check_ready_comes(&mut self) {
+        let (until, mut dice) = (self.now + READY_WITHIN, Dice::new(self.acts as u64));
+        while !self.has_settled() {
+            assert!(self.now < until, "ready-comes: {:?}", self.unsettled());
+            if self.comes_on() {
+                self.carry_on(&mut dice);
+            } else {
+                self.sleep();
+            }
+            self.check();
+        }
+    }
+
+    /// True if the service has nothing to settle, or says that it is ready.
+    fn has_settled(&self) -> bool {
+        let Some(service) = self.service.as_ref().filter(|one| one.ending.is_none()) else { return true };
+        let views = self.views(service);
+        service.core.is_settled(|id| views.get(id))
+    }
+
+    /// The views that the service publishes of its control daemons, which are about the newest orders.
+    pub(crate) fn views(&self, service: &Service) -> BTreeMap<DaemonId, DaemonView> {
+        let of_order = |id: &DaemonId| {
+            let mut shown = self.shown(id);
+            shown.takes(service.core.order(id)?);
+            Some((id.clone(), shown.view))
+        };
+        service
+            .shown
+            .keys()
+            .chain(service.watched.keys())
+            .chain(service.tasks.keys())
+            .filter_map(of_order)
+            .collect()
+    }
+
+    fn unsettled(&self) -> Vec<(DaemonId, DaemonView)> {
+        let views = self.service.iter().flat_map(|service| self.views(service));
+        views.filter(|(_, view)| !view.settled || !view.put_off).collect()
+    }
+
     /// The promise all-is-served-in-the-end: once all troubles of the world have ended, the service serves all orders
     /// that can be served, no other control daemon runs, and the service has needed a bounded number of acts.
     pub fn check_all_is_served_in_the_end(&mut self) {
@@ -292,7 +340,7 @@ impl World {
         let counts = |world: &Self| {
             let count = |one: &super::ControlDaemon| {
                 let mps = one.lock();
-                (mps.pid, mps.reader.questions.len(), mps.reader.news, mps.reader.view.clone())
+                (mps.pid, mps.reader.questions.len(), mps.reader.news, mps.reader.shown.view.clone())
             };
             world.daemons.values().map(count).collect::<Vec<_>>()
         };

@@ -10,6 +10,7 @@ use super::door::Door;
 use super::heal::clients_counted;
 use super::shell::{Failure, Shell};
 use crate::mps::{ClientPids, Inspection, ServerStatus};
+use crate::view::ControlDaemonState;
 use crate::{Cause, Permit, Tenure};
 
 /// The use of a control daemon that has failed.
@@ -131,10 +132,11 @@ impl<S: Shell> Serving<'_, S> {
             // matter if a link can't be removed.
             let _ = self.shell.keep_waiting();
             self.run.door = Door::ClosedForGood;
-            if may_end.cause() == Cause::Forced {
+            if matches!(may_end.cause(), Cause::Stop | Cause::Disabled) {
+                self.shell.show(|view| view.enter(ControlDaemonState::Stopping, false, ""));
+            } else if may_end.cause() == Cause::Forced {
                 // The state must show at once that the control daemon is about to end, so that its slices are not given to new
-                // containers. While the service itself is being stopped, the published state of the service shows that all
-                // control daemons end.
+                // containers.
                 self.show_state();
             }
             self.shell.quit(may_end).await || self.shell.end_by_signal(may_end).await

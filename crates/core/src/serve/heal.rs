@@ -391,7 +391,7 @@ impl<S: Shell> Serving<'_, S> {
 }
 
 /// The time of the next attempt, as the end of a sentence.
-pub fn tried_again(pause: Duration) -> String {
+pub(super) fn tried_again(pause: Duration) -> String {
     if pause.is_zero() {
         "retrying at once".to_owned()
     } else {

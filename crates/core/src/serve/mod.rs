@@ -8,6 +8,7 @@
 //! |---|---|
 //! | `shell.rs` | all questions and acts |
 //! | `news.rs` | the kinds of messages |
+//! | `failing.rs` | the reason why the control daemon does not serve, until the pause after the failure |
 //! | `start.rs` | the start of the control daemon, after a foreign control daemon in its directory has ended |
 //! | `gpus.rs` | the GPUs that are left out, and compute modes |
 //! | `take_over.rs` | the take-over of a control daemon that runs |
@@ -31,6 +32,7 @@ mod check;
 mod configure;
 mod door;
 mod end;
+mod failing;
 pub mod fault;
 mod gpus;
 mod heal;
@@ -52,9 +54,9 @@ use core::time::Duration;
 
 pub use bypasses::CONFIRM_AFTER;
 pub use end::Judged;
+pub use failing::Failing;
 pub use gpus::{GpuReach, GpuShell, SeenGpu, SeenGpus};
 pub(crate) use heal::clients_counted;
-pub use heal::tried_again;
 pub use news::News;
 pub use shell::{ClientsOnGpus, Failure, Occurrence, Requested, Said, Shell};
 
@@ -228,6 +230,12 @@ impl<'s, S: Shell> Serving<'s, S> {
         // After a failure of serving the control daemon counts as not configured, so the failure, and not a blocker, decides
         // which state is shown.
         self.run.configured &= served.is_ok();
+        if served == Ok(Ended::Stopped) {
+            self.shell.show(|view| {
+                view.has_ended();
+                view.settled = false;
+            });
+        }
         served
     }
 

@@ -10,6 +10,7 @@ use super::gpus::{GpuReach, GpuShell, clients_among};
 use super::heal::clients_counted;
 use super::news::News;
 use super::shell::Failure;
+use crate::view::ControlDaemonState;
 use crate::{CoreTime, GpuUuid, Permit};
 
 /// A directory in which another control daemon may listen.
@@ -115,6 +116,7 @@ pub async fn start(
     wanted: &Wanted,
     users: WantedUsers,
 ) -> Result<bool, Failure> {
+    shell.gpus().show(|view| view.enter(ControlDaemonState::Starting, false, ""));
     shell.find_program()?;
     make_way(shell, StartPlace::Own).await?;
     if shell.open_directories()? {

@@ -23,7 +23,7 @@ fn leaves(story: &Story, at: u64, pid: u32) {
 }
 
 fn full(story: &Story, gpu: &str) -> String {
-    story.host().reader.view.gpus[gpu].full.clone()
+    story.host().reader.shown.view.gpus[gpu].full.clone()
 }
 
 #[test]
@@ -170,7 +170,7 @@ fn nobody_knows_on_which_of_several_gpus_a_client_was_refused() {
 fn before_volta_the_clients_are_counted_as_they_come_and_go() {
     let mut story = Story::with_gpus(&["A", "B"]);
     story.wanted.gpus[0].clients_listed = false;
-    let unlisted = |story: &Story, gpu: &str| story.host().reader.view.gpus[gpu].unlisted_clients;
+    let unlisted = |story: &Story, gpu: &str| story.host().reader.shown.view.gpus[gpu].unlisted_clients;
     story.served(500);
     assert_eq!(unlisted(&story, "A"), None, "nobody has counted yet");
     story.host().at(1000, |host| {
@@ -203,7 +203,7 @@ fn before_volta_whoever_leaves_is_counted_though_no_gpu_was_full() {
         host.says(Meaning::ClientAdmitted(1));
     });
     story.served(1300);
-    let unlisted = |story: &Story| story.host().reader.view.gpus["A"].unlisted_clients;
+    let unlisted = |story: &Story| story.host().reader.shown.view.gpus["A"].unlisted_clients;
     assert_eq!((unlisted(&story), full(&story, "A").as_str()), (Some(1), ""));
     leaves(&story, 2000, 1);
     story.served(2300);

@@ -108,7 +108,7 @@ fn one_without_a_directory_is_not_told_to_have_missed() {
                  listens); the control daemon is restarted when its clients have ended";
     assert_eq!(story.shown(), shown);
     assert!(story.host().reader.words.is_empty());
-    assert!(story.host().reader.view.ends_when_idle);
+    assert!(story.host().reader.shown.view.ends_when_idle);
     // A later check without an answer does not change what is shown.
     story.host().stage.answers = silent();
     story.served(61_000);
@@ -187,7 +187,7 @@ fn a_misfit_is_found_by_the_check_and_ends_with_the_last_client() {
     let shown = "Waiting, serving: it has other GPUs, for which the control daemon has to restart when its \
                  clients have ended; `yunion-mpsctl apply --force` ends the clients";
     assert_eq!(story.shown(), shown);
-    assert!(story.host().reader.view.ends_when_idle && story.host().reader.view.put_off);
+    assert!(story.host().reader.shown.view.ends_when_idle && story.host().reader.shown.view.put_off);
     assert!(story.has_done("keep the state file, stays: false"));
     // The last client ends without a line in the log, so only a count of the clients finds the end.
     story.host().at(46_000, |host| host.only_stay(&[]));
@@ -207,7 +207,7 @@ fn a_misfit_that_is_over_ends_nobody() {
     story.host().at(61_000, |host| host.only_stay(&[]));
     story.served(95_000);
     assert_eq!((story.shown().as_str(), story.calls("quit")), ("Ready, serving", 0));
-    assert!(!story.host().reader.view.ends_when_idle);
+    assert!(!story.host().reader.shown.view.ends_when_idle);
 }
 
 #[test]

@@ -39,7 +39,7 @@ fn one_that_is_ended_by_force_is_shown_as_not_serving_before_it_is_asked() {
     let mut story = misfit();
     story.host().asks(Requested::Apply { force: true });
     story.host().during("quit", |host| {
-        let shown = host.reader.view.serving;
+        let shown = host.reader.shown.view.serving;
         host.note(format_args!("shown as serving: {shown}"));
     });
     assert_eq!(story.serve(9000), Some(Ok(Ended::Stopped)));

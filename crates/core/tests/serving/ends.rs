@@ -246,7 +246,7 @@ fn the_server_is_restarted_if_it_has_no_clients() {
     assert_eq!(asked(&mut story, Requested::RestartServer), (None, vec![Ok(())]));
     assert!(story.has_done("shut down idle server 200 (Unused)"));
     assert_eq!(
-        (story.shown().as_str(), story.host().reader.view.servers.clone()),
+        (story.shown().as_str(), story.host().reader.shown.view.servers.clone()),
         ("Ready, serving", vec![201])
     );
     let mut story = with_clients(&[1]);

@@ -108,7 +108,7 @@ fn a_server_is_ended_after_the_grace_for_clients_that_stay() {
         story.has_told("warning: server 200 was ended, since these clients stayed long after its fault: 1")
     );
     assert_eq!(
-        (story.shown().as_str(), story.host().reader.view.servers.clone()),
+        (story.shown().as_str(), story.host().reader.shown.view.servers.clone()),
         ("Ready, serving", vec![201])
     );
 }
@@ -263,7 +263,7 @@ fn a_faulted_server_that_ends_takes_the_fault_with_it() {
     story.served(12_000);
     assert_eq!(story.host().reader.hit, [(SERVER, 0, vec![1])], "it is told all the same");
     assert_eq!(
-        (story.shown().as_str(), story.host().reader.view.servers.clone()),
+        (story.shown().as_str(), story.host().reader.shown.view.servers.clone()),
         ("Ready, serving", vec![201])
     );
     assert!(!story.has_told("has recovered"));
@@ -372,7 +372,7 @@ fn with_driver_535_a_server_that_has_gone_is_not_listed() {
     });
     story.served(13_000);
     assert_eq!(
-        (story.shown().as_str(), story.host().reader.view.servers.clone()),
+        (story.shown().as_str(), story.host().reader.shown.view.servers.clone()),
         ("Ready, serving", vec![201])
     );
 }

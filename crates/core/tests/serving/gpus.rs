@@ -8,7 +8,7 @@ use mps_core::terms::GpuProcess;
 use super::{SERVER, Story};
 
 fn left_out(story: &Story, gpu: &str) -> String {
-    story.host().reader.view.gpus[gpu].left_out.clone()
+    story.host().reader.shown.view.gpus[gpu].left_out.clone()
 }
 
 /// A story with a control daemon for these GPUs that has served for a while.
@@ -29,7 +29,7 @@ fn program(story: &Story, at: u64, gpu: &'static str, pid: u32) {
 fn bypasses(story: &Story, gpu: &str) -> (Vec<u32>, bool) {
     let host = story.host();
     let found = host.stage.bypasses.get(gpu).cloned().unwrap_or_default();
-    let is_kept_out = host.reader.view.gpus.get(gpu).is_some_and(|gpu| gpu.server_kept_out);
+    let is_kept_out = host.reader.shown.view.gpus.get(gpu).is_some_and(|gpu| gpu.server_kept_out);
     (found.into_iter().map(|process| process.pid).collect(), is_kept_out)
 }
 
@@ -277,5 +277,5 @@ fn a_gpu_of_another_control_daemon_has_no_bypasses_of_ours() {
     story.served(65_000);
     assert_eq!(bypasses(&story, "B"), (vec![], false));
     let reason = "the control daemon gets this GPU when it restarts";
-    assert_eq!(story.host().reader.view.gpus["B"].reason, reason);
+    assert_eq!(story.host().reader.shown.view.gpus["B"].reason, reason);
 }

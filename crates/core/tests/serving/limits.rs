@@ -32,10 +32,10 @@ fn a_server_starts_ahead_of_the_first_client_with_the_limits_of_the_order() {
     story.served(1000);
     assert_eq!(story.host().stage.steps, ["defaults", "linked", "prewarm", "limits", "ready"]);
     assert_eq!(story.shown(), "Ready, serving");
-    assert_eq!(story.host().reader.view.gpus["A"].thread_percentage, Some(50));
-    let limits = |gpu: &str| story.host().reader.view.gpus[gpu].memory_limit_mib;
+    assert_eq!(story.host().reader.shown.view.gpus["A"].thread_percentage, Some(50));
+    let limits = |gpu: &str| story.host().reader.shown.view.gpus[gpu].memory_limit_mib;
     assert_eq!((limits("A"), limits("B")), (Some(1024), Some(2048)));
-    assert_eq!(story.host().reader.view.servers, [SERVER]);
+    assert_eq!(story.host().reader.shown.view.servers, [SERVER]);
     let told = ["server 200 is ready", "control daemon shared is ready"];
     assert_eq!(story.host().reader.words, told);
     assert!(story.has_done("watch 200"));
@@ -60,7 +60,7 @@ fn without_multi_user_mode_the_server_comes_with_the_first_client() {
         story.served(1000);
         assert_eq!((story.shown().as_str(), story.calls("start server")), ("Ready, serving", 0));
         assert!(story.host().servers.is_empty());
-        assert_eq!(story.host().reader.view.gpus["A"].thread_percentage, Some(50));
+        assert_eq!(story.host().reader.shown.view.gpus["A"].thread_percentage, Some(50));
     }
 }
 
@@ -97,7 +97,7 @@ fn memory_that_differs_is_set_again_though_the_percentage_is_right() {
     story.wanted.gpus[0].memory_limit_mib = 512;
     story.served(1000);
     assert_eq!(story.calls("set limits of 9"), 1);
-    assert_eq!(story.host().reader.view.gpus["A"].memory_limit_mib, Some(512));
+    assert_eq!(story.host().reader.shown.view.gpus["A"].memory_limit_mib, Some(512));
 }
 
 #[test]
@@ -282,12 +282,12 @@ fn a_line_with_other_limits_brings_the_check_at_once() {
         .at(1000, |host| host.says(Meaning::MemoryLimit { server: SERVER, ordinal: 0, bytes: 1 << 20 }));
     story.served(1090);
     let reason = "server 200: device pinned memory limit 1 MiB is in force on device 0 instead of 1024 MiB";
-    assert_eq!(story.host().reader.view.gpus["A"].reason, reason);
+    assert_eq!(story.host().reader.shown.view.gpus["A"].reason, reason);
     story.served(1200);
     assert!(
         story.has_told("another program changed the limits of server 200: device pinned memory limit 1 MiB")
     );
-    assert_eq!(story.host().reader.view.gpus["A"].reason, "");
+    assert_eq!(story.host().reader.shown.view.gpus["A"].reason, "");
 }
 
 #[test]
@@ -296,7 +296,7 @@ fn a_percentage_with_tenths_is_not_the_one_of_the_order() {
     story.host().at(1000, |host| host.says(Meaning::ThreadPercentage { server: SERVER, tenths: 505 }));
     story.served(1050);
     let reason = "server 200: active thread percentage 50.5 is in force instead of 50";
-    assert_eq!(story.host().reader.view.gpus["A"].reason, reason);
+    assert_eq!(story.host().reader.shown.view.gpus["A"].reason, reason);
 }
 
 #[test]
@@ -305,7 +305,7 @@ fn a_gpu_that_enforces_no_limits_is_not_waited_for() {
     story.wanted.gpus[1].limits_enforced = false;
     story.served(1000);
     assert_eq!(story.shown(), "Ready, serving");
-    let limit = |gpu: &str| story.host().reader.view.gpus[gpu].memory_limit_mib;
+    let limit = |gpu: &str| story.host().reader.shown.view.gpus[gpu].memory_limit_mib;
     assert_eq!((limit("A"), limit("0c:00.0")), (Some(1024), None));
 }
 

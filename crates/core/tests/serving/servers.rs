@@ -17,7 +17,7 @@ fn a_server_that_ends_is_told_and_the_next_one_is_started() {
     assert_eq!(story.shown(), "Backoff, not serving: server 200 exited with status 1; its log ends here");
     story.served(10_500);
     assert_eq!((story.shown().as_str(), story.calls("start server")), ("Ready, serving", 1));
-    assert_eq!(story.host().reader.view.servers, [201]);
+    assert_eq!(story.host().reader.shown.view.servers, [201]);
 }
 
 #[test]
@@ -70,7 +70,7 @@ fn a_killed_server_has_a_successor_as_soon_as_its_end_is_noted() {
     story.host().at(10_400, |host| host.server_ends(SERVER, 9));
     story.served(11_000);
     assert_eq!(
-        (story.shown().as_str(), story.host().reader.view.servers.as_slice()),
+        (story.shown().as_str(), story.host().reader.shown.view.servers.as_slice()),
         ("Ready, serving", &[201][..])
     );
 }
@@ -85,7 +85,7 @@ fn the_end_of_a_server_is_told_with_its_own_pid() {
     });
     story.served(20_000);
     assert_eq!(
-        (story.shown().as_str(), story.host().reader.view.servers.as_slice()),
+        (story.shown().as_str(), story.host().reader.shown.view.servers.as_slice()),
         ("Ready, serving", &[300][..])
     );
     story.host().at(20_000, |host| {
@@ -280,14 +280,14 @@ fn clients_that_wait_are_told_once_with_the_reason() {
             host.says(Meaning::ClientPending { client: 7, uid: 1001 });
         });
         story.served(5900);
-        assert!(story.host().reader.view.waiting.is_empty());
+        assert!(story.host().reader.shown.view.waiting.is_empty());
         story.served(25_000);
-        assert_eq!(story.host().reader.view.waiting.iter().map(|one| one.pid).collect::<Vec<_>>(), [7]);
+        assert_eq!(story.host().reader.shown.view.waiting.iter().map(|one| one.pid).collect::<Vec<_>>(), [7]);
         let told = format!("warning: client 7 (command of 7) of user 1001 waits {why}");
         assert_eq!(story.host().reader.words.iter().filter(|text| **text == told).count(), 1);
         story.host().at(26_000, |host| host.says(Meaning::ClientAdmitted(7)));
         story.served(26_000);
-        assert!(story.host().reader.view.waiting.is_empty(), "at once");
+        assert!(story.host().reader.shown.view.waiting.is_empty(), "at once");
     }
 }
 
