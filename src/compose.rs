@@ -237,7 +237,7 @@ fn trouble_of(status: &Status, uuid: &str) -> Option<String> {
     Some(match status.shown.unserved(uuid)? {
         Unserved::Because(reason) => reason.to_owned(),
         Unserved::ServerKeptOut => format!(
-            "{bypassed}; end these programs: no server can start beside them",
+            "{bypassed}; end these programs: no MPS server can start while they run",
             bypassed = used_without_us(status, uuid).unwrap_or_default()
         ),
         Unserved::DaemonServesNone => said_by(status),
@@ -390,7 +390,8 @@ fn not_begun(uuid: &str, parts: &Parts<'_>) -> String {
         one.gpus.iter().find_map(|other| {
             let why = in_the_way(&other.uuid, parts)?;
             Some(format!(
-                "the control daemon of the GPU starts when GPU {uuid} is free as well: {why}",
+                "the control daemon of the GPU also needs GPU {uuid}, and starts when that GPU is free: \
+                 {why}",
                 uuid = other.uuid
             ))
         })

@@ -73,7 +73,7 @@ impl Daemon {
     /// slice the container got.
     pub(super) fn bind_recorded(&mut self, container: RecordedContainer, device: DeviceName) {
         if let Err(error) = self.bound_recorded(container, device) {
-            tracing::debug!("a container of the platform is not bound to {device}: {error}");
+            tracing::debug!("a container in the host agent's records can't be bound to {device}: {error}");
         }
     }
 
@@ -139,7 +139,9 @@ impl Daemon {
         if let Err(error) = self.state_file.lock().set_bindings(bindings) {
             // The state file still has the ended bindings. The next service reads these bindings and ends them again, since their
             // control groups have no process.
-            tracing::warn!("ended bindings can't be removed from the state file: {error}");
+            tracing::warn!(
+                "the bindings of ended control groups can't be removed from the state file: {error}"
+            );
             return;
         }
         tell_ended(&ended);
@@ -156,7 +158,7 @@ impl Daemon {
             return Ok(());
         }
         if let Err(error) = self.state_file.lock().set_bindings(bindings) {
-            let text = format!("nothing is changed, since the state file can't be written: {error}");
+            let text = format!("no binding is changed, since the state file can't be written: {error}");
             return Err(RequestError::Failed(text));
         }
         self.next_look_at_groups.get_or_insert_with(|| Instant::now() + LOOK_PERIOD);
@@ -222,7 +224,7 @@ fn find(group: &GroupOf) -> Result<ControlGroup, RequestError> {
     }
     control_groups::find(&path).map_err(|error| {
         let what = match error.kind() {
-            io::ErrorKind::NotFound => "there is none".to_owned(),
+            io::ErrorKind::NotFound => "no control group has this path".to_owned(),
             _ => error.to_string(),
         };
         RequestError::Failed(format!("control group {path}: {what}"))

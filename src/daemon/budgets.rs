@@ -46,7 +46,9 @@ impl Daemon {
                 // At most half of the queue of signals is for signals about overuse, so that signals about faults always have
                 // room.
                 if self.signals.capacity() <= FAULTS || self.signals.try_send(signal).is_err() {
-                    tracing::debug!("no signal about the overuse of {slice} is sent to the bus");
+                    tracing::debug!(
+                        "the D-Bus signal OverUse of {slice} is not sent, since too many signals wait"
+                    );
                 }
             }
         }

@@ -33,7 +33,7 @@ impl CdiSpec {
     ) -> Option<Result<String, String>> {
         let problem = match self.write(snapshot, directory, ending) {
             Ok(()) => String::new(),
-            Err(error) => format!("CDI spec: {error}"),
+            Err(error) => format!("the CDI spec can't be updated: {error}"),
         };
         if problem == self.problem {
             return None;
@@ -80,7 +80,8 @@ impl CdiSpec {
 /// The path of yunion-mpsctl. One package has both yunion-mps-daemon and yunion-mpsctl, so both programs are in the same
 /// directory.
 fn beside_this_program() -> Result<PathBuf, Problem> {
-    let own = std::env::current_exe().map_err(|error| format!("the path of this program: {error}"))?;
+    let own = std::env::current_exe()
+        .map_err(|error| format!("the path of this program can't be read: {error}"))?;
     let program = own.with_file_name("yunion-mpsctl");
     if program.is_file() {
         Ok(program)
@@ -95,6 +96,6 @@ fn beside_this_program() -> Result<PathBuf, Problem> {
 /// the spec once its directory is not configured any more.
 fn remember(state_file: &mut StateFile, file: Option<PathBuf>) {
     if let Err(error) = state_file.remember_cdi_spec(file) {
-        tracing::debug!("the place of the CDI spec can't be saved: {error}");
+        tracing::debug!("the path of the CDI spec can't be saved in the state file: {error}");
     }
 }

@@ -26,7 +26,10 @@ impl Daemon {
     fn close(&mut self, gpu: GpuId, error: &CriticalError) {
         let written = self.state_file.lock().remember_reset(gpu, &error.to_string());
         if let Err(error) = written {
-            tracing::warn!("GPU {gpu} needs a reset, and the state file can't be written to say so: {error}");
+            tracing::warn!(
+                "the state file can't record that GPU {gpu} needs a reset, so the GPU still takes new \
+                 clients: {error}"
+            );
         }
         if let Err(stuck) = self.fleet.link() {
             tracing::warn!("new programs can still use GPU {gpu}, which needs a reset: {stuck}");
@@ -41,11 +44,17 @@ impl Daemon {
             return false;
         }
         if let Err(error) = self.state_file.lock().forget_resets() {
-            tracing::warn!("the state file still says that GPUs need a reset, and can't be written: {error}");
+            tracing::warn!(
+                "GPUs that needed a reset still take no new client, since the state file can't be written: \
+                 {error}; run yunion-mpsctl reload again"
+            );
             return false;
         }
         for name in names {
-            self.event(format!("GPU {name} no longer counts as in need of a reset"));
+            self.event(format!(
+                "GPU {name} takes new clients again: since the reload it no longer counts as a GPU that \
+                 needs a reset"
+            ));
         }
         true
     }

@@ -44,7 +44,7 @@ impl Daemon {
     fn change_links(&mut self, drained: Drained, event: String) -> Result<(), RequestError> {
         let changed = *self.state_file.lock().drained() != drained;
         if changed && let Err(error) = self.state_file.lock().set_drained(drained) {
-            let text = format!("nothing is changed, since the state file can't be written: {error}");
+            let text = format!("no drain is changed, since the state file can't be written: {error}");
             return Err(RequestError::Failed(text));
         }
         let linked = self.fleet.link();

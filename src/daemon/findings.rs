@@ -36,7 +36,7 @@ pub(super) fn say_findings(loaded: &Loaded) {
         by_file.entry(origin.file.display().to_string()).or_default().push(key);
     }
     for (file, keys) in by_file {
-        tracing::debug!("{file}: keys that only other programs read: {keys}", keys = keys.join(", "));
+        tracing::debug!("{file} has keys that this service does not use: {keys}", keys = keys.join(", "));
     }
 }
 

@@ -363,8 +363,8 @@ impl Daemon {
             // daemon later, but a GPU job that was ended is lost.
             Stopping::Unknown(reason) => {
                 tracing::warn!(
-                    "ending, although systemd reports no stop ({reason}): control daemons and their clients \
-                     keep running"
+                    "the service ends, but control daemons and their clients keep running, since systemd \
+                     reports no stop of the unit ({reason})"
                 );
                 Ending::Interrupted
             }

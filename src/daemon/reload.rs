@@ -31,8 +31,8 @@ pub(super) async fn and_tell(daemon: &mut Daemon, reply: Reply<u64>) {
             Ok(Ok(_)) => Ok(snapshot.borrow().generation),
             Ok(Err(_)) => Err(RequestError::Busy("the service is stopping".to_owned())),
             Err(_) => Err(RequestError::Busy(format!(
-                "the new configuration is accepted, but is not in force after {seconds} s; the property \
-                 State says when it is",
+                "the new configuration is accepted, but is not in force after {seconds} s; yunion-mpsctl \
+                 status shows when it is",
                 seconds = PATIENCE.as_secs()
             ))),
         });

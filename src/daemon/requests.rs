@@ -74,7 +74,7 @@ impl Requests {
             self.begin_list(fleet);
         } else {
             let _ = reply.send(Err(RequestError::Busy(
-                "too many callers ask for the list of clients at the same time".to_owned(),
+                "too many callers ask for the list of clients at the same time; ask again later".to_owned(),
             )));
         }
     }
@@ -187,7 +187,7 @@ fn slices(snapshot: &Snapshot, names: Vec<String>) -> Result<Target, RequestErro
         Some((_, DeviceName::Slice(slice))) => Ok(slice),
         Some((_, DeviceName::Gpu(gpu))) => Err(RequestError::Failed(format!(
             "{gpu} is a whole GPU, and its clients may belong to several tenants; name slices of this GPU, \
-             or release containers"
+             or containers: yunion-mpsctl terminate --container ID"
         ))),
         None => Err(no_such_device(snapshot, &name)),
     };

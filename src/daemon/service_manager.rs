@@ -124,7 +124,7 @@ impl ServiceManager {
         let Self { unit_state, notifier, .. } = self;
         drop(unit_state);
         if timeout(LAST_SEND, notifier).await.is_err() {
-            tracing::debug!("the service manager does not read its notifications");
+            tracing::debug!("systemd does not read the notifications of this service");
         }
     }
 }
@@ -136,7 +136,7 @@ async fn notify(mut unit_state: watch::Receiver<UnitState>) {
         let sent = spawn_blocking(move || {
             for message in new.since(&notified) {
                 if let Err(error) = send(&message) {
-                    tracing::debug!("{message:?} does not reach the service manager: {error}");
+                    tracing::debug!("the notification {message:?} can't be sent to systemd: {error}");
                 }
             }
             new

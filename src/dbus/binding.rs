@@ -57,7 +57,7 @@ pub(super) fn stop(pid: u32, mut options: CallOptions) -> Result<ContainerStop> 
     nothing_else(&options)?;
     if pid == 0 || container.len() > CONTAINER || !(1..=SIGNALS).contains(&signal) {
         return Err(failed(format!(
-            "a process has to be given, a container's id has at most {CONTAINER} bytes, and signals are numbers from 1 to \
+            "wrong argument: give a PID, a container id of at most {CONTAINER} bytes, and a signal from 1 to \
              {SIGNALS}"
         )));
     }

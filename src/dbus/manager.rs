@@ -58,8 +58,11 @@ impl Manager {
                  host.conf users may end their own GPU work nevertheless"
             )));
         }
-        let taken =
-            |_| RequestError::Busy(format!("{OF_USERS} users are ending GPU work already; ask again later"));
+        let taken = |_| {
+            RequestError::Busy(format!(
+                "{OF_USERS} requests of users to end GPU work run already; ask again later"
+            ))
+        };
         self.of_users.try_acquire().map(Some).map_err(taken)
     }
 
@@ -71,7 +74,8 @@ impl Manager {
             if told.insert(gpu.to_owned()) {
                 let words = slices_of_one_gpu::describe(&slices);
                 tracing::warn!(
-                    "a container was given several slices of a GPU: {words}; this is logged once for each GPU"
+                    "a container was given several slices of a GPU: {words}; the service logs this once for \
+                     each GPU"
                 );
             }
         }

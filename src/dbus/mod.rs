@@ -89,7 +89,10 @@ impl BusConnection {
             Ok(_) => Ok(bus),
             Err(zbus::Error::NameTaken) => {
                 let owner = bus.owner().await;
-                tracing::error!("{NAME} is taken on the bus by {owner}; is another daemon running?");
+                tracing::error!(
+                    "the service can't be reached on D-Bus, since the bus name {NAME} belongs to {owner}; \
+                     stop that process"
+                );
                 Err(zbus::Error::NameTaken)
             }
             Err(e) => Err(e),

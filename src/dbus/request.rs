@@ -124,7 +124,9 @@ pub(super) fn bounded_name(name: &str) -> Result<()> {
 pub(super) fn bounded_names(names: &[String]) -> Result<()> {
     if names.len() > NAMES_MAX {
         let count = names.len();
-        return Err(RequestError::Failed(format!("{count} slices are named, and {NAMES_MAX} are allowed")));
+        return Err(RequestError::Failed(format!(
+            "the request names {count} slices, but at most {NAMES_MAX} are allowed"
+        )));
     }
     names.iter().try_for_each(|name| bounded_name(name))
 }

@@ -108,7 +108,10 @@ pub(super) struct Thawed {
 impl Drop for Thawed {
     fn drop(&mut self) {
         if let Err(error) = self.kind.set(&self.group, true) {
-            tracing::debug!("{group} can't be frozen again: {error}", group = self.group.display());
+            tracing::debug!(
+                "the service can't freeze control group {group} again: {error}",
+                group = self.group.display()
+            );
         }
     }
 }

@@ -59,7 +59,7 @@ impl FileChanges {
         shared.queue = Some(Arc::clone(&queue));
         tokio::spawn(pass_on(self.clone(), Arc::clone(&queue)));
         if shared.told.take().is_some() {
-            tracing::info!("inotify watches the logs again");
+            tracing::info!("the service watches the logs of control daemons by inotify again");
         }
         Ok(queue)
     }
@@ -141,7 +141,7 @@ async fn pass_on(changes: FileChanges, queue: Arc<Readable>) {
             Ok(changed) => wake(&mut changes.lock(), changed.as_ref()),
             Err(error) => {
                 // Only a runtime that is shutting down returns an error here, so there is nothing left to wait for.
-                tracing::debug!("changes can't be read: {error}");
+                tracing::debug!("the changes that inotify reports can't be read: {error}");
                 return;
             }
         }

@@ -116,7 +116,7 @@ impl Socket {
                 Err(error) => return Err(bad(path, &error.into())),
             }
         }
-        Err(bad(path, &io::Error::other("other programs change this entry again and again")))
+        Err(bad(path, &io::Error::other("other programs replace the link again and again")))
     }
 }
 
@@ -297,7 +297,7 @@ fn bad(path: &Path, error: &io::Error) -> BadDirectory {
     BadDirectory {
         path: path.to_owned(),
         problem: Problem::new(
-            format!("can't lead to the control daemon: {error}"),
+            format!("a link to the control daemon's socket can't be made here: {error}"),
             "check that the directory is not a mount point, and that its file system has free space and \
              supports hard links",
         ),
@@ -308,7 +308,10 @@ fn still_leads(path: &Path, error: &io::Error) -> BadDirectory {
     let remedy = format!("remove {}", path.join(SOCKET).display());
     BadDirectory {
         path: path.to_owned(),
-        problem: Problem::new(format!("can't be kept from leading to a control daemon: {error}"), remedy),
+        problem: Problem::new(
+            format!("the link to a control daemon's socket can't be removed here: {error}"),
+            remedy,
+        ),
     }
 }
 
@@ -460,7 +463,7 @@ mod tests {
             fs::write(&slice, "kept").unwrap();
             let (made, moved) = place.lead_all(&[A]);
             assert_eq!((made.len(), moved.len()), (1, 1));
-            assert!(moved[0].starts_with(&told(&slice, "was no directory")), "{moved:?}");
+            assert!(moved[0].starts_with(&told(&slice, "was not a directory")), "{moved:?}");
             fs::remove_file(slice.join("control")).unwrap();
             fs::create_dir_all(slice.join(".control.new/below")).unwrap();
             fs::create_dir_all(slice.join("control/below")).unwrap();

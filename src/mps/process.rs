@@ -240,7 +240,7 @@ impl Held {
             }
             tokio::time::sleep(GO_ON_PAUSE).await;
         }
-        Err(io::Error::other("the process stays stopped; a debugger may hold it"))
+        Err(io::Error::other("the process stays stopped; a debugger may have stopped it"))
     }
 
     pub(crate) fn identity(&self) -> ProcessId {

@@ -52,7 +52,7 @@ impl WaitingSocket {
         let listener = made().map_err(|error| BadDirectory {
             path: path.clone(),
             problem: Problem::new(
-                format!("the socket at which new programs wait can't be made: {error}"),
+                format!("the socket at which new programs wait for a control daemon can't be made: {error}"),
                 "check that the file system has free space and is writable",
             ),
         })?;
@@ -72,7 +72,7 @@ impl WaitingSocket {
         found.ok_or_else(|| BadDirectory {
             path: self.directory.join(WAITING),
             problem: Problem::new(
-                "the socket at which new programs wait was removed",
+                "the socket at which new programs wait for a control daemon was removed",
                 "keep other programs from removing files of this service",
             ),
         })

@@ -135,7 +135,7 @@ impl SharedAdmission {
             links.end(directories);
         }
         if let Err(bad) = self.apply() {
-            tracing::warn!("new programs can't be made to wait: {bad}");
+            tracing::warn!("the service can't make new programs wait for a control daemon: {bad}");
         }
     }
 

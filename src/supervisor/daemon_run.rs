@@ -112,7 +112,7 @@ impl DaemonRun {
             Message::log_client(
                 about,
                 *pid,
-                format_args!("a client lost its work with control daemon {control}: {named}"),
+                format_args!("a client lost its work by the end of control daemon {control}: {named}"),
             );
         }
         reporter.keep_event(Message::ClientsEnd.event(text));
@@ -184,11 +184,17 @@ impl DaemonRun {
         );
         Message::ClientsHit.log(about, format_args!("{text}; {DOUBT}"));
         for (pid, named) in pids.iter().zip(named) {
-            Message::log_client(about, *pid, format_args!("hit by the fatal GPU error: {named}"));
+            Message::log_client(
+                about,
+                *pid,
+                format_args!("a client was hit by the fatal GPU error of server {server}: {named}"),
+            );
         }
         reporter.keep_event(Message::ClientsHit.event(text.clone()));
         if let Err(error) = tools.signals.try_send(BusSignal::ClientFault { gpu_uuid, pids, reason: text }) {
-            tracing::debug!("a fault can't be reported: {error}");
+            tracing::debug!(
+                "the D-Bus signal about the fatal GPU error of server {server} can't be sent: {error}"
+            );
         }
     }
 }

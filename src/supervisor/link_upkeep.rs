@@ -51,7 +51,7 @@ fn led_again(changed: &BTreeSet<PathBuf>, pipe_directory: &Path, other: Option<u
         all => format!(" and {} other directories", all.saturating_sub(1)),
     };
     Some(format!(
-        "{first}{others} did not lead to the control daemon{by}; the service has made the links again"
+        "{first}{others} had no link to the control daemon's socket{by}; the service has made the links again"
     ))
 }
 
@@ -107,12 +107,12 @@ mod tests {
         assert_eq!(again(&[], None), None);
         assert_eq!(
             again(&["/mps/slices/a"], Some(7)).unwrap(),
-            "/mps/slices/a did not lead to the control daemon; the service has made the links again"
+            "/mps/slices/a had no link to the control daemon's socket; the service has made the links again"
         );
         assert_eq!(
             again(&["/mps/slices/a", "/mps/pipe"], Some(7)).unwrap(),
-            "/mps/pipe and another directory did not lead to the control daemon: process 7 listened there; \
-             the service has made the links again"
+            "/mps/pipe and another directory had no link to the control daemon's socket: process 7 listened \
+             there; the service has made the links again"
         );
         let moved: Vec<String> = (0..6).map(|number| format!("{number} was a FIFO")).collect();
         assert_eq!(in_the_way(&moved[..1]), "0 was a FIFO");

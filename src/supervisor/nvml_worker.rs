@@ -109,12 +109,12 @@ impl NvmlWorker {
             } else {
                 tracing::info!(
                     gpu_uuid = uuid,
-                    "compute mode of {uuid} left at {current}, which another program has set"
+                    "the compute mode of {uuid} is not restored, since another program has set {current}"
                 );
             }
             let forgotten = state_file.lock().forget_compute_mode(uuid);
             forgotten.map_err(|error| {
-                format!("the state file still has the compute mode of {uuid}, and can't be written: {error}")
+                format!("the former compute mode of {uuid} can't be removed from the state file: {error}")
             })?;
             tracing::debug!(
                 step = "mode-forgotten",

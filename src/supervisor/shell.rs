@@ -212,7 +212,11 @@ impl Shell for RunShell<'_> {
         if !process::stop_idle(&mut run.process, &run.control, may_end).await {
             return false;
         }
-        let why = if self.worker.is_retiring() { ", since it had no client" } else { ", to be restarted" };
+        let why = if self.worker.is_retiring() {
+            ", since it had no client"
+        } else {
+            " for a restart, since it had no client"
+        };
         let (id, pid) = (self.worker.reporter.id(), self.pid());
         self.worker.reporter.event(format!("control daemon {id} (PID {pid}) ended{why}"));
         true
@@ -287,7 +291,7 @@ impl Shell for RunShell<'_> {
                 for what in repaired {
                     self.worker
                         .reporter
-                        .warning(format!("{what}; before, clients of other users could not connect"));
+                        .warning(format!("{what}; until then, clients of other users could not connect"));
                 }
             }
             Err(bad) => bad_directories.push(bad.to_string()),
@@ -301,7 +305,7 @@ impl Shell for RunShell<'_> {
             Ok(Some(what)) => {
                 self.worker
                     .reporter
-                    .warning(format!("{what}; before, other users could command the control daemon"));
+                    .warning(format!("{what}; until then, other users could command the control daemon"));
             }
             Err(bad) => bad_directories.push(bad.to_string()),
         }

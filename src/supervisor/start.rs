@@ -51,7 +51,9 @@ impl Machine {
             let length = file.metadata()?.len();
             Ok((Follower::new(file, &log_path, 0, &self.worker.tools.changes), length))
         });
-        let (log, length) = log.map_err(|error| Failure::Failed(format!("log of PID {pid}: {error}")))?;
+        let (log, length) = log.map_err(|error| {
+            Failure::Failed(format!("the log of control daemon PID {pid} can't be opened: {error}"))
+        })?;
         // If the log was truncated while no service ran, it is shorter than the saved offset. The lines of a log that was
         // truncated are new, and must be passed on to the journal.
         let quiet_until = running.log_offset.min(length);
@@ -127,8 +129,9 @@ impl Starter for StartShell<'_> {
     }
 
     async fn end_stranger(&mut self, place: StartPlace, pid: u32, may_end: Permit) -> Result<bool, Failure> {
-        let taken = Process::open(pid)
-            .map_err(|error| Failure::Failed(format!("control daemon PID {pid}: {error}")))?;
+        let taken = Process::open(pid).map_err(|error| {
+            Failure::Failed(format!("the process of control daemon PID {pid} can't be opened: {error}"))
+        })?;
         let Some(mut other) = taken else { return Ok(true) };
         let (control, _) = self.worker.control_in(place);
         Ok(process::stop_idle(&mut other, &control, may_end).await)
@@ -278,11 +281,13 @@ impl Worker {
                 Ok(scope) => tracing::debug!(step = "scope", "PID {pid} is in {scope}"),
                 Err(error) => {
                     self.reporter.warning(format!(
-                        "control daemon {id} stays in this service's control group: {error}"
+                        "systemd can't move control daemon {id} to a scope, so it stays in the control group \
+                         of this service: {error}"
                     ));
                     systemd::lift_limits().await.map_err(|error| {
                         Failure::Failed(format!(
-                            "no control daemon is started, since MemoryMax= of this service could end it: {error}"
+                            "control daemon {id} is not started, since MemoryMax= of this service could end \
+                             it: {error}"
                         ))
                     })?;
                 }

@@ -177,7 +177,7 @@ impl SupervisorHandle {
     /// the answer is closed.
     fn send(&self, request: Requested, reply: Option<Answer>) {
         if let Err(error) = self.requests.try_send((request, reply)) {
-            tracing::debug!("a request is dropped: {error}");
+            tracing::debug!("too many requests wait for a control daemon, so a request is dropped: {error}");
         }
     }
 }

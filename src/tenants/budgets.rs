@@ -352,7 +352,9 @@ impl GpuWatch {
             let (victims, broken_off) =
                 enforcer.enforce(&mut shell, || over.borrow().clone(), identity::runs).await;
             if let Some(reason) = broken_off {
-                tracing::debug!("the service stops ending work for budgets now: {reason}");
+                tracing::debug!(
+                    "the service now stops ending GPU work of slices over their budgets: {reason}"
+                );
             }
             (enforcer, victims)
         })

@@ -126,8 +126,8 @@ impl KernelLimitKeeper {
         match (outcome, goal) {
             (LimitOutcome::Refused(reason), LimitGoal::Hold(_)) => tracing::info!(
                 gpu_uuid = uuid,
-                "the kernel does not hold the memory limit of control group {path} on GPU {uuid}, so only \
-                 the service watches the memory, and tries the limit again each minute: {reason}"
+                "the kernel does not enforce the memory limit of control group {path} on GPU {uuid}, so only \
+                 the service watches the memory, and tries to set the limit each minute: {reason}"
             ),
             (LimitOutcome::Refused(reason), LimitGoal::Lift(_)) => tracing::info!(
                 gpu_uuid = uuid,

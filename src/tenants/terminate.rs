@@ -167,7 +167,8 @@ impl TerminationShell for EndingShell<Processes> {
             RequestNews::MayHaveEnded => tracing::warn!(
                 mps_server_pid = server,
                 mps_client_pid = pid,
-                "GPU work may have ended on request, since the control daemon has not answered: {owner}"
+                "the control daemon has not answered a request, so the GPU work of this client may have \
+                 ended or not: {owner}"
             ),
         }
     }

@@ -258,7 +258,10 @@ fn of_another(machine: &mut Machine) {
     at_work(machine, 1);
     let pid = clients(machine).iter().find(|client| client["user"] == "root").unwrap()["pid"].to_string();
     let refused = machine.complained(&["su", "alice", "-c", &format!("yunion-mpsctl terminate {pid}")]);
-    assert!(refused.contains(&format!("process {pid} is no client of a GPU here that user ")), "{refused}");
+    assert!(
+        refused.contains(&format!("process {pid} is not an MPS client on this host that user ")),
+        "{refused}"
+    );
     machine.sh("systemctl stop of-root");
     at_work(machine, 0);
 }

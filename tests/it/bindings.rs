@@ -209,7 +209,10 @@ fn what_is_drained_taken_or_shared_is_refused() {
     for (shared, why) in [("/", "the root of all control groups"), ("/system.slice", "groups units")] {
         refused(&host.mpsctl(&["bind", FIRST, "--control-group", shared]), why);
     }
-    refused(&host.mpsctl(&["bind", FIRST, "--control-group", "/no-such-group"]), "there is none");
+    refused(
+        &host.mpsctl(&["bind", FIRST, "--control-group", "/no-such-group"]),
+        "no control group has this path",
+    );
     refused(&host.mpsctl(&["bind", FIRST, "--pid", "4194305"]), "there is no such process");
     refused(&host.mpsctl(&["unbind", "--control-group", &path(&other)]), "is not bound");
     // A program that does not use yunion-mpsctl calls the method Bind as busctl does.

@@ -276,7 +276,11 @@ fn a_spec_that_cannot_be_written_degrades() {
     host.start();
     let status = host.wait_for_state("degraded");
     let reason = status["service"]["state_reason"].as_str().unwrap();
-    assert!(reason.starts_with("CDI spec: ") && reason.contains("run/cdi: is not a directory"), "{reason}");
+    assert!(
+        reason.starts_with("the CDI spec can't be updated: ")
+            && reason.contains("run/cdi: is not a directory"),
+        "{reason}"
+    );
     let said = |status: &Value, text: &str| {
         let events = status["events"].as_array().unwrap();
         events.iter().filter(|event| event["text"].as_str().unwrap().contains(text)).count()

@@ -311,6 +311,6 @@ fn a_service_that_is_switched_off_denies_no_driver() {
     host.start();
     host.wait_for_state("disabled");
     let said = text(&host.mpsctl(&["status"]));
-    assert!(said.contains(", driver not looked for, "), "{said}");
+    assert!(said.contains(", driver not checked, "), "{said}");
     assert_eq!(host.stop().code(), Some(0));
 }

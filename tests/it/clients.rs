@@ -155,7 +155,7 @@ fn a_name_makes_nobody_a_client() {
 
     let begun = Instant::now();
     let refusal = host.mpsctl(&["terminate", &stranger.id().to_string()]);
-    assert!(text(&refusal).contains("is no client of a GPU here"), "{}", text(&refusal));
+    assert!(text(&refusal).contains("is not an MPS client on this host"), "{}", text(&refusal));
     if let Some(container) = ContainerGroup::new() {
         container.take(stranger.id(), "init");
         succeeded(&host.mpsctl(&["terminate", "--container", &container.id]));
@@ -304,7 +304,7 @@ fn a_bypass_that_keeps_the_next_server_out_is_the_reason() {
     signal_pid(control_pid(&status), Signal::KILL);
     let blamed = format!(
         "used without an MPS server of this service by PID {} (cuda-client) of user {}; end these programs: \
-         no server can start beside them",
+         no MPS server can start while they run",
         program.id(),
         own_user()
     );
@@ -333,7 +333,7 @@ fn a_bypass_before_the_first_server_is_the_reason() {
     host.reload();
     let pid = program.id();
     host.wait_for_failure(&format!(
-        "held by processes that do not use MPS: {pid} (cuda-client); end these processes"
+        "processes that do not use MPS have the GPU open: {pid} (cuda-client); end these processes"
     ));
     drop(program);
     host.reload();

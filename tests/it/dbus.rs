@@ -990,7 +990,7 @@ async fn terminations_of_members_hold_up_nobody() {
         waiting.push((member, asked));
     }
     let complaint = complained(&mut terminate(&service, true)).await;
-    assert!(complaint.contains("Busy: 8 users are ending GPU work already"), "{complaint}");
+    assert!(complaint.contains("Busy: 8 requests of users to end GPU work run already"), "{complaint}");
     let _root = terminate(&service, false).spawn().unwrap();
     let asked = timeout(DEADLINE, service.requests.recv()).await.unwrap().unwrap();
     assert!(matches!(asked, Request::Terminate(7, None, _)), "{asked:?}");
@@ -1023,7 +1023,7 @@ print(json.dumps([
     .await;
     let expected = [
         ("io.yunion.Mps1.Error.NoSuchDevice", "a name has at most 64 bytes, and this name has 65"),
-        ("io.yunion.Mps1.Error.Failed", "1025 slices are named, and 1024 are allowed"),
+        ("io.yunion.Mps1.Error.Failed", "the request names 1025 slices, but at most 1024 are allowed"),
         ("io.yunion.Mps1.Error.Failed", "a container id has at most 64 digits, and this id has 60000"),
     ];
     for (refusal, (name, text)) in answer.as_array().unwrap().iter().zip(expected) {

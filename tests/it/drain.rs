@@ -288,7 +288,7 @@ fn the_waiting_ends_with_the_last_client_of_a_slice() {
         assert!(found, "{first:?}");
     }
     let ended = |client: Client| {
-        let line = format!("Process {} has left.", client.id());
+        let line = format!("Process {} is no longer a client.", client.id());
         client.end();
         line
     };
@@ -336,8 +336,8 @@ fn ctrl_c_ends_the_waiting_and_not_the_drain() {
         waiting.line();
         assert!(waiting.line().starts_with(&format!("Waiting for process {} ", client.id())));
         signal_pid(waiting.command.id(), signal);
-        let said =
-            "The waiting has ended, and the drain stays: yunion-mpsctl undrain 00:06.0 ends the drain.";
+        let said = "The command no longer waits, but the slices stay drained: yunion-mpsctl undrain 00:06.0 \
+                    ends the drain.";
         assert_eq!(waiting.ended(), (Some(status), vec![said.to_owned()]));
         assert_eq!(drained(&host).len(), 4);
     }
@@ -352,7 +352,7 @@ fn a_reader_that_leaves_does_not_make_the_waiting_a_success() {
     drop(reader);
     let mut command = host.command(binaries().join("yunion-mpsctl"));
     let ended = command.args(["drain", "--all", "--wait"]).stdout(writer).output().unwrap();
-    refused(&ended, "the waiting has ended; the drain stays");
+    refused(&ended, "drain no longer waits for clients; the slices stay drained");
     assert_eq!(drained(&host).len(), 4);
 }
 

@@ -345,7 +345,8 @@ fn is_healed_after_the_grace(topology: Topology, shorten_the_grace: impl FnOnce(
     assert_ne!(server(&after), server(&before), "ready was said of a server with a fault");
     assert_eq!(control_pid(&after), control_pid(&before));
     let log = host.log();
-    let ended = format!("was ended, since these clients stayed long after its fault: {} (", stays.id());
+    let ended =
+        format!("was ended, since these clients still ran long after its fatal GPU error: {} (", stays.id());
     assert!(log.contains(&ended), "{log}");
     a_client_is_served(&host);
     stays.end();
@@ -388,10 +389,7 @@ fn a_fault_spares_clients_on_other_gpus() {
     let (host, elsewhere, stays) = faulted_beside_a_client_that_is_well();
     let before = server(&host.json(&["status"]).unwrap());
     let status = host.wait_for_status("left running for its clients", |status| {
-        control_daemon(status)["reason"]
-            .as_str()
-            .unwrap()
-            .contains("left running for its 1 client on healthy GPUs")
+        control_daemon(status)["reason"].as_str().unwrap().contains("since it has 1 client on healthy GPUs")
     });
     assert_eq!(server(&status), before);
     assert!(alive(elsewhere.id()));
@@ -1109,7 +1107,7 @@ fn users_that_were_kept_out_are_let_in_again(topology: Topology) {
             wait_for("a mode that lets users in", || (mode(&path) == good).then_some(()));
             waits_for_log(
                 &host,
-                &format!("mode of {} was {bad:04o}, and is {good:04o} again", path.display()),
+                &format!("mode of {} was {bad:04o}; the service has set {good:04o} again", path.display()),
             );
         }
         assert_eq!(control_pid(&host.wait_for_state("ready")), before);
@@ -1198,7 +1196,8 @@ fn a_full_gpu_stays_healthy_and_says_so() {
 
     clients.pop().unwrap().end();
     host.wait_for_status("a place", |status| {
-        let told = status["events"].to_string().contains("GPU 00:06.0 has a place for a client again");
+        let told =
+            status["events"].to_string().contains("GPU 00:06.0 is no longer full: new clients can connect");
         told && status["gpus"][0]["reason"] == ""
     });
     clients.push(host.client());

@@ -145,9 +145,9 @@ fn a_removed_socket_is_made_again_while_the_kubelet_does_not_answer() {
     let mut hangs = FakeKubelet::start_with(&host, &["--hang"]);
     let plugin = Plugin::start(&host, &[]);
     hangs.wait("a registration", |event| event["event"] == "hangs");
-    plugin.wait_until_it_says("the socket is gone");
+    plugin.wait_until_it_says("the socket was removed");
     let said = plugin.said();
-    let (complaint, gone) = (said.find("is not registered"), said.find("the socket is gone").unwrap());
+    let (complaint, gone) = (said.find("is not registered"), said.find("the socket was removed").unwrap());
     assert!(complaint.is_none_or(|complaint| complaint > gone), "{said}");
     let socket = host.path("kubelet/device-plugins/yunion-mps-35gib.sock");
     wait_for("the socket", || socket.exists().then_some(()));
@@ -351,7 +351,7 @@ fn a_second_plugin_leaves_the_sockets_of_the_first_alone() {
     kubelet.events.clear();
     // When the next list of devices arrives, the second plugin has checked that the socket of the resource exists.
     a_new_list(&host, &mut kubelet, "00:06.0-3");
-    assert!(!first.said().contains("the socket is gone"), "{}", first.said());
+    assert!(!first.said().contains("the socket was removed"), "{}", first.said());
     let registrations = kubelet.heard.iter().filter(|event| event["event"] == "registered");
     assert_eq!(registrations.count(), 1);
     // When the first plugin has ended, the second plugin registers the resource.

@@ -159,7 +159,9 @@ fn devices_outlast_a_restart_of_the_service() {
     kubelet.wait_for_devices(QUARTER, 4, &[]);
     host.signal(Signal::KILL);
     host.ended();
-    plugin.wait_until_it_says("the slices are as they were last known: yunion-mps-daemon is not running");
+    plugin.wait_until_it_says(
+        "the device plugin still offers the slices of the last answer: yunion-mps-daemon is not running",
+    );
     // If a container is created while the service does not run, the plugin's answer waits for the service.
     let wish = json!({"call": "allocate", "resource": QUARTER, "containers": [["00:06.0-3"]]});
     writeln!(kubelet.process.stdin.as_mut().unwrap(), "{wish}").unwrap();

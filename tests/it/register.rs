@@ -100,7 +100,7 @@ impl Rounds {
                 self.host.fault();
                 let told = self.listener.wait_for_fault(&pids);
                 for (client, slice) in &clients {
-                    self.is_told(client.id(), slice, "hit by the fatal GPU error");
+                    self.is_told(client.id(), slice, "was hit by the fatal GPU error");
                     assert!(told.contains(&format!("slice {slice}")), "{told}");
                 }
             }

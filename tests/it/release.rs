@@ -229,7 +229,7 @@ fn what_cannot_be_terminated_says_why() {
     for pid in [own.as_str(), "0", "4294967295"] {
         let complaint = failed(&scene.host.mpsctl(&["terminate", pid]));
         let expected = format!(
-            "process {pid} is no client of a GPU here; yunion-mpsctl clients lists the clients; end a \
+            "process {pid} is not an MPS client on this host; yunion-mpsctl clients lists the clients; end a \
              program that is listed with BYPASS (without MPS) by kill"
         );
         assert_eq!(complaint, format!("yunion-mpsctl: {expected}\n"));
@@ -314,7 +314,12 @@ fn a_server_is_restarted_between_clients() {
     let server = |status: &Value| status["control_daemons"][0]["servers"][0].as_u64();
     let before = server(&scene.host.wait_for_state("ready")).unwrap();
     let refusal = restart();
-    assert!(refusal.contains("io.yunion.Mps1.Error.Busy: in the way: 1 client"), "{refusal}");
+    assert!(
+        refusal.contains(
+            "io.yunion.Mps1.Error.Busy: the server can't be replaced while the control daemon has 1 client"
+        ),
+        "{refusal}"
+    );
     scene.bystander.kill().unwrap();
     scene.bystander.wait().unwrap();
     wait_for("no client", || scene.listed().is_empty().then_some(()));

@@ -713,7 +713,7 @@ fn a_control_daemon_starts_once_with_all_its_gpus() {
     reload(&host, "shared", &[A, B]);
     let status = host.wait_for_status("the reason at both GPUs", |status| {
         let waits = |gpu, why: &str| gpu_of(status, gpu)["reason"].as_str().unwrap_or_default().contains(why);
-        waits(A, "the control daemon of the GPU starts when GPU ")
+        waits(A, "the control daemon of the GPU also needs GPU ")
             && waits(B, "still has the GPU: this control daemon is no longer needed")
     });
     assert!(status["gpus"].as_array().unwrap().iter().all(|gpu| gpu["healthy"] == false), "{status:#}");
@@ -830,7 +830,10 @@ fn a_control_daemon_that_stays_keeps_its_compute_mode() {
     host.configure("enable_cuda_mps: false");
     host.start();
     host.wait_for_status("a control daemon that can't be taken over", |status| {
-        status["control_daemons"][0]["reason"].as_str().unwrap_or_default().starts_with("log of PID")
+        status["control_daemons"][0]["reason"]
+            .as_str()
+            .unwrap_or_default()
+            .starts_with("the log of control daemon PID")
     });
     assert_eq!(host.stop().code(), Some(0));
     assert!(alive(other.id()));

@@ -336,7 +336,7 @@ fn a_link_that_is_taken_away_is_renewed_and_told() {
     check(&host);
     wait_for("the link", || leads_to(&directory, &private).then_some(()));
     let told = format!(
-        "{} did not lead to the control daemon; the service has made the links again",
+        "{} had no link to the control daemon's socket; the service has made the links again",
         directory.display()
     );
     wait_for("the warning", || host.log().contains(&told).then_some(()));
@@ -350,7 +350,9 @@ fn a_link_that_is_taken_away_is_renewed_and_told() {
         let led = inode(&pipe.join("control")) == inode(&private.join("control"));
         (led && leads_to(&directory, &private)).then_some(())
     });
-    wait_for("the warning", || (host.log().matches("did not lead").count() == 2).then_some(()));
+    wait_for("the warning", || {
+        (host.log().matches("had no link to the control daemon's socket").count() == 2).then_some(())
+    });
     assert_eq!(host.wait_for_state("ready")["gpus"][0]["healthy"], true);
     client.end();
     assert_eq!(host.stop().code(), Some(0));
@@ -390,7 +392,7 @@ fn the_pipe_directory_has_a_link_and_the_slices() {
     }
     fs::set_permissions(&private, PermissionsExt::from_mode(0o755)).unwrap();
     assert!(host.call("Control.Reload").status.success());
-    let told = format!("the mode of {} was 0755, and is 0700 again", private.display());
+    let told = format!("the mode of {} was 0755; the service has set 0700 again", private.display());
     wait_for("the warning", || host.log().contains(&told).then_some(()));
     assert_eq!(fs::metadata(&private).unwrap().mode() & 0o7777, 0o700);
     assert_eq!(host.stop().code(), Some(0));
@@ -552,7 +554,7 @@ fn a_drained_slice_leads_nowhere() {
     assert_eq!(files(&pipe), ["control", "slices"]);
     assert!(host.list().iter().all(|device| device["healthy"] == true));
     // The service does not report the missing link of a drained slice as removed by another program.
-    assert!(!host.log().contains("did not lead"), "{}", host.log());
+    assert!(!host.log().contains("had no link to the control daemon's socket"), "{}", host.log());
     assert_eq!(host.stop().code(), Some(0));
 }
 
@@ -621,7 +623,7 @@ fn a_thing_in_the_way_is_renamed_and_told() {
     let renamed = PathBuf::from(format!("{}.refused-1", directory.display()));
     assert_eq!(fs::read_to_string(&renamed).unwrap(), "kept");
     let name = renamed.file_name().unwrap().to_str().unwrap();
-    let told = format!("{} was no directory and was renamed to {name}", directory.display());
+    let told = format!("{} was not a directory and was renamed to {name}", directory.display());
     assert!(host.log().contains(&told), "{}", host.log());
     assert!(
         host.log().contains("pipe/control was a directory and was renamed to control.refused-1"),
@@ -665,7 +667,8 @@ fn a_bad_directory_costs_its_slice_alone() {
     mount(&["mount", "-t", "tmpfs", "-o", "mode=755", "tmpfs"]);
     assert!(host.call("Control.Reload").status.success());
     let status = host.wait_for_state("degraded");
-    let reason = format!("{}: can't lead to the control daemon: ", directory.display());
+    let reason =
+        format!("{}: a link to the control daemon's socket can't be made here: ", directory.display());
     let said = status["service"]["state_reason"].as_str().unwrap();
     assert!(said.starts_with(&format!("slice {slice} is not served: {reason}")), "{said}");
     assert_eq!(listed(&host, "healthy"), [true, false, true, true]);

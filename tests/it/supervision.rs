@@ -114,7 +114,9 @@ fn without_inotify_the_service_looks_once_a_second(topology: Topology) {
         .arg("echo 100 >/proc/sys/user/max_inotify_instances")
         .status();
     assert!(raised.unwrap().success());
-    wait_for("inotify", || host.log().contains("inotify watches the logs again").then_some(()));
+    wait_for("inotify", || {
+        host.log().contains("the service watches the logs of control daemons by inotify again").then_some(())
+    });
     assert_eq!(host.stop().code(), Some(0));
     host.nothing_runs();
 }
@@ -413,7 +415,7 @@ fn wait_until_its_clients_are_not_known(host: &Host, control_daemon: u32) {
         reason.contains("the clients of the control daemon are not known") && reason.contains(expected)
     });
     assert_eq!(control_pid(&status), control_daemon);
-    let told = "the control daemon is not ended, since its clients are not known";
+    let told = "is not ended, since its clients are not known";
     assert_eq!(host.log().matches(told).count(), 1, "{}", host.log());
 }
 
@@ -507,7 +509,7 @@ fn another_control_daemon_in_the_pipe_directory_takes_no_clients(topology: Topol
         .stdout(Stdio::null())
         .spawn()
         .unwrap();
-    let told = format!("{} did not lead to the control daemon", pipe.display());
+    let told = format!("{} had no link to the control daemon's socket", pipe.display());
     wait_for("its socket", || listener(&pipe).filter(|pid| *pid == foreign.id()));
     assert!(host.call("Control.Reload").status.success());
     let named = format!("{told}: process {} listened there", foreign.id());
@@ -711,7 +713,7 @@ fn a_program_that_slips_in_opens_the_gpu_to_nobody() {
         wait_for("the end of the processes", || host.processes().is_empty().then_some(()));
         let mut slipped_in = program_without_mps(&host);
 
-        let held = format!("held by processes that do not use MPS: {} (", slipped_in.id());
+        let held = format!("processes that do not use MPS have the GPU open: {} (", slipped_in.id());
         host.start();
         host.wait_for_failure(&held);
         assert!(host.call("Control.Reload").status.success());
@@ -750,7 +752,7 @@ fn a_gpu_that_is_held_is_closed_to_others() {
         let mut program = program_without_mps(&host);
         host.start();
         if ours {
-            host.wait_for_failure("held by processes that do not use MPS");
+            host.wait_for_failure("processes that do not use MPS have the GPU open");
             wait_for("the exclusive mode", || (host.compute_mode(0) == "Exclusive_Process").then_some(()));
         } else {
             host.wait_for_status("served beside it", |status| status["control_daemons"][0]["pid"].is_u64());

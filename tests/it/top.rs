@@ -84,7 +84,7 @@ fn clients_come_are_sorted_and_are_ended() {
     screen.keys("t");
     screen.wait_until("a question", |text| text.contains(&question) && text.contains("? y/N"));
     screen.keys("n");
-    screen.wait_for(&format!("Process {} carries on.", one.id()));
+    screen.wait_for(&format!("The GPU work of process {} was not ended.", one.id()));
     screen.keys("K");
     screen.wait_for(&question);
     screen.keys("y");

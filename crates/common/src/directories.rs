@@ -78,7 +78,7 @@ pub fn open_in(parent: &OwnedFd, path: &Path, moved: &mut Vec<String>) -> Result
             }
             FileType::Directory => format!("belonged to user {}", stat.st_uid),
             FileType::Symlink => "was a symbolic link".to_owned(),
-            _ => "was no directory".to_owned(),
+            _ => "was not a directory".to_owned(),
         };
         clear_place(parent, path, &why, moved)?;
     }
@@ -189,8 +189,9 @@ fn walk(path: &Path, make: bool) -> Result<Option<OwnedFd>, BadDirectory> {
             // A link that only root can make, such as /var/run, is as safe as a directory.
             FileType::Symlink if !last && only_root_writes(&directory) => {
                 let flags = OFlags::PATH | OFlags::DIRECTORY | OFlags::CLOEXEC;
-                rustix::fs::openat(&directory, name, flags, Mode::empty())
-                    .map_err(|error| bad(&at, format!("leads nowhere: {error}")))?
+                rustix::fs::openat(&directory, name, flags, Mode::empty()).map_err(|error| {
+                    bad(&at, format!("is a symbolic link to a path that can't be opened: {error}"))
+                })?
             }
             kind => {
                 let found = if kind == FileType::Symlink {
@@ -363,7 +364,7 @@ fn put_back(path: &Path, directory: &OwnedFd, mode: u32) -> Result<Option<String
 
 fn repair(path: &Path, was: u32, mode: u32) -> String {
     let path = path.display();
-    format!("the mode of {path} was {was:04o}, and is {mode:04o} again")
+    format!("the mode of {path} was {was:04o}; the service has set {mode:04o} again")
 }
 
 /// Opens the log with this name in a directory that [`open`] returned, and makes it if it is missing. The function accepts only a
@@ -408,7 +409,7 @@ fn find_log(directory: impl AsFd, name: &str) -> io::Result<Option<Result<OwnedF
         }
         FileType::Symlink => "was a symbolic link".to_owned(),
         FileType::Fifo => "was a FIFO".to_owned(),
-        _ => "was no regular file".to_owned(),
+        _ => "was not a regular file".to_owned(),
     };
     Ok(Some(Err(why)))
 }
@@ -565,7 +566,7 @@ mod tests {
             ("link", "was a symbolic link"),
             ("hard link", "had a second name (a hard link)"),
             ("fifo", "was a FIFO"),
-            ("directory", "was no regular file"),
+            ("directory", "was not a regular file"),
         ];
         if root_or_skip("a log of another user") {
             std::fs::write(log.join("theirs"), "").unwrap();

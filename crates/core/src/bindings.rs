@@ -103,7 +103,9 @@ impl fmt::Display for NotBound {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::Taken { slice, by } => write!(f, "{slice} is taken by {by}"),
-            Self::TooMany => write!(f, "there are {MOST} bindings already"),
+            Self::TooMany => {
+                write!(f, "this host has {MOST} bindings already; yunion-mpsctl unbind ends a binding")
+            }
             Self::TooLarge => {
                 write!(
                     f,

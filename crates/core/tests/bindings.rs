@@ -266,7 +266,10 @@ fn bindings_are_bounded() {
         (0..10_000).take_while(|number| bindings.bind(binding(*number), false, |_| 1).is_ok()).count();
     assert_eq!(bound, 4096);
     let refused = bindings.bind(binding(5000), false, |_| 1).unwrap_err();
-    assert_eq!(refused.to_string(), "there are 4096 bindings already");
+    assert_eq!(
+        refused.to_string(),
+        "this host has 4096 bindings already; yunion-mpsctl unbind ends a binding"
+    );
     bindings.bind(binding(17), false, |_| 1).unwrap();
     let refused = bindings
         .bind(Binding { slices: BTreeSet::from([slice(17)]), ..binding(5000) }, false, |_| 1)

@@ -83,9 +83,9 @@ const DEFECTS: &[Defect] = &[
     (
         "the view shows a GPU as served that its control daemon gets with a restart",
         "serve/check.rs",
-        "(None, _) => \"the control daemon gets this GPU when it restarts\".to_owned(),",
-        "(None, _) if PUT_BACK => String::new(),\n                    \
-         (None, _) => \"the control daemon gets this GPU when it restarts\".to_owned(),",
+        "(None, _) => \"the control daemon serves this GPU only after its next restart\".to_owned(),",
+        "(None, _) if PUT_BACK => String::new(),\n                    (None, _) => \"the control daemon \
+         serves this GPU only after its next restart\".to_owned(),",
         "the-view-is-true",
     ),
     (

@@ -108,7 +108,7 @@ fn nobody_is_touched_while_the_server_handles_a_fault() {
     story.host().is_status(SERVER, ServerStatus::Fault);
     let (asked, victims, broken_off) = story.attempt();
     assert_eq!((asked, victims.len()), (vec![], 0));
-    assert_eq!(broken_off.as_deref(), Some("server 200 handles a fault"));
+    assert_eq!(broken_off.as_deref(), Some("server 200 handles a fatal GPU error"));
     story.host().is_status(SERVER, ServerStatus::Active);
     assert_eq!(story.attempt().0, [3]);
 }

@@ -222,10 +222,10 @@ fn nobody_is_led_to_a_control_daemon_without_limits() {
     links.apply(&mut disk, &nobody()).unwrap();
     assert_eq!(disk.leading_to_ours(), [""; 0]);
     let not_yet = [
-        ("s-0", "slices/s-0 leads to no control daemon yet"),
-        ("s-1", "slices/s-1 leads to no control daemon yet"),
+        ("s-0", "slices/s-0 has no socket of a control daemon yet"),
+        ("s-1", "slices/s-1 has no socket of a control daemon yet"),
     ];
-    assert_eq!(links.missing(), &missing(Some("pipe leads to no control daemon yet"), &not_yet));
+    assert_eq!(links.missing(), &missing(Some("pipe has no socket of a control daemon yet"), &not_yet));
     assert!(!disk.is_there && disk.kept.is_empty(), "nothing is made and kept before its time");
     links.lead(linked(), &wanted());
     links.apply(&mut disk, &nobody()).unwrap();
@@ -291,7 +291,10 @@ fn another_order_leads_nobody_new_until_its_limits_are_told() {
     links.pursue(more.clone());
     links.apply(&mut disk, &nobody()).unwrap();
     assert_eq!(disk.leading_to_ours(), ["pipe", "s-1"], "a slice of before has gone, and the others stay");
-    assert_eq!(links.missing(), &missing(None, &[("s-2", "slices/s-2 leads to no control daemon yet")]));
+    assert_eq!(
+        links.missing(),
+        &missing(None, &[("s-2", "slices/s-2 has no socket of a control daemon yet")])
+    );
     assert!(disk.kept.is_empty());
     // The control daemon has the limits of the former order, which differ from those of the present order, so the service
     // makes only links that the former order has too.

@@ -143,8 +143,8 @@ impl Plugin {
                     format!("{place}: {error}; waiting for the kubelet, which makes this directory")
                 }
                 _ => format!(
-                    "{place}: {error}; until this works, the program sees changes in this directory some \
-                     seconds later"
+                    "{place}: {error}; the device plugin can't watch this directory, and sees changes in it \
+                     only after some seconds"
                 ),
             }
         });
@@ -188,8 +188,8 @@ impl Plugin {
             let is_there = resource.is_there();
             if !is_there {
                 tracing::info!(
-                    "{name}: the socket is gone, as at the start of a kubelet; the program makes the socket \
-                     again"
+                    "{name}: the socket was removed, as a kubelet does when it starts; the device plugin \
+                     makes the socket again"
                 );
             }
             is_there
@@ -210,8 +210,8 @@ impl Plugin {
                 }
                 Err(error) if is_former_directory(&self.directory, &error) => {
                     return Err(io::Error::other(format!(
-                        "{path}: {error}: the directory was replaced, and this process can reach the old \
-                         directory alone; start the program again, as its unit does by itself",
+                        "{path}: {error}: the directory was replaced, and this process reaches only the old \
+                         directory; restart the device plugin (its unit does so by itself)",
                         path = path.display()
                     )));
                 }

@@ -109,7 +109,9 @@ impl Resource {
             std::fs::remove_file(path)?;
         }
         let listener = UnixListener::bind(path)?;
-        let file = SocketFile::at(path).ok_or_else(|| io::Error::other("the socket was removed at once"))?;
+        let file = SocketFile::at(path).ok_or_else(|| {
+            io::Error::other("another program removed the socket right after the device plugin had made it")
+        })?;
         let (sender, receiver) = watch::channel(offered);
         // Each connection has a copy of the service, and copies of the receiver itself would count as kubelets.
         let (name, offered) = (name.to_owned(), Arc::new(receiver));
@@ -128,7 +130,10 @@ impl Resource {
                     async { while until_dropped.changed().await.is_ok() {} },
                 );
             if let Err(error) = server.await {
-                tracing::error!("a resource is no longer served: {error}");
+                tracing::error!(
+                    "the device plugin no longer serves the socket of a resource: {error}; restart the \
+                     device plugin"
+                );
             }
         });
         Ok(Self { path: path.to_owned(), file, offered: sender, registration: Registration::Missing })

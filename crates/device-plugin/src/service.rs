@@ -48,8 +48,8 @@ impl ServiceView {
     /// The consequence of the service's absence for the slices, and the reason for the absence.
     pub(crate) fn complaint(&self) -> Option<String> {
         let consequence = match self.slices {
-            Some(_) => "the slices are as they were last known",
-            None => "no slice is known yet",
+            Some(_) => "the device plugin still offers the slices of the last answer",
+            None => "the device plugin knows no slice yet",
         };
         (!self.why.is_empty()).then(|| format!("{consequence}: {}", self.why))
     }

@@ -128,5 +128,8 @@ async fn ask_for_clients(id: DaemonId, pid: u32, control: Control, clients: Clie
             format!("the control daemon has not answered for {seconds} s", seconds = PATIENCE.as_secs())
         }
     };
-    tracing::warn!("control daemon {id} ends with its clients, which can't be named: {why}");
+    tracing::warn!(
+        "control daemon {id} is ended together with its clients, and the service does not know these \
+         clients: {why}"
+    );
 }

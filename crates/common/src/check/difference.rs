@@ -107,8 +107,8 @@ impl fmt::Display for Difference {
         let change = match (kind, from.as_str(), to.as_str()) {
             (DifferenceKind::Enabled, _, "false") => "MPS is switched off".to_owned(),
             (DifferenceKind::Enabled, ..) => "MPS is switched on".to_owned(),
-            (DifferenceKind::Devices, "", to) => format!("{subject}: {to} come"),
-            (DifferenceKind::Devices, from, _) => format!("{subject}: {from} go"),
+            (DifferenceKind::Devices, "", to) => format!("{subject} gets new slices, {to}"),
+            (DifferenceKind::Devices, from, _) => format!("{subject} loses slices, {from}"),
             (DifferenceKind::MemoryLimit, ..) => format!("{subject}: memory limit {from} MiB -> {to} MiB"),
             (DifferenceKind::ThreadPercentage, ..) => format!("{subject}: threads {from} % -> {to} %"),
             (DifferenceKind::MaxClients, ..) => {

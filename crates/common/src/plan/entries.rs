@@ -165,7 +165,7 @@ pub(super) fn why_nothing(settings: &Settings, inventory: &Inventory) -> String 
             ));
             remedy = "; write type: NVIDIA_MPS in the entry of a GPU that is to be served";
         } else if let Some(driver) = gpu.pci.foreign_driver() {
-            others.push(format!("{address} is held by the kernel driver {driver}"));
+            others.push(format!("{address} belongs to the kernel driver {driver}"));
         }
     }
     if others.is_empty() {
@@ -235,7 +235,7 @@ mod tests {
         assert_eq!(
             plan.nothing,
             "every NVIDIA GPU of this host has another use: 0000:1a:00.0 has the type NVIDIA_GPU_SHARE in \
-             devices.yml:90, 0000:1b:00.0 is held by the kernel driver vfio-pci; write type: NVIDIA_MPS in \
+             devices.yml:90, 0000:1b:00.0 belongs to the kernel driver vfio-pci; write type: NVIDIA_MPS in \
              the entry of a GPU that is to be served"
         );
     }

@@ -93,7 +93,8 @@ fn held(facts: &NvmlFacts, settings: &Settings) -> Option<NamedProblem> {
         .iter()
         .map(|(pid, command)| (format!("{pid} ({command})"), pid.to_string()))
         .unzip();
-    let found = format!("held by processes that do not use MPS: {holders}", holders = holders.join(", "));
+    let found =
+        format!("processes that do not use MPS have the GPU open: {holders}", holders = holders.join(", "));
     Some(NamedProblem::new(HELD, found, format!("end these processes: kill {pids}", pids = pids.join(" "))))
 }
 
@@ -173,8 +174,8 @@ mod tests {
                     facts(all, 1).state.foreign_processes =
                         vec![(4711, "python3".to_owned()), (12, "x".to_owned())];
                 },
-                "held by processes that do not use MPS: 4711 (python3), 12 (x); end these processes: kill \
-                 4711 12",
+                "processes that do not use MPS have the GPU open: 4711 (python3), 12 (x); end these \
+                 processes: kill 4711 12",
             ),
             (
                 |all| facts(all, 1).memory_total_mib = None,

@@ -116,7 +116,10 @@ fn with_facts<'a>(
     match silent {
         Some((address, reason)) if inventory.driver.is_ok() => {
             let found = format!("{path} may be the GPU at {address}, which does not answer: {reason}");
-            let problem = Problem::new(found, "the GPU is served once this GPU answers");
+            let problem = Problem::new(
+                found,
+                "look for NVRM lines in dmesg; the service serves the GPU when it answers",
+            );
             Err(Miss::Absent { problem, certain: false })
         }
         _ => Err(absent(inventory, format!("this host has no GPU {path}"))),

@@ -479,7 +479,7 @@ impl<D: Clone + PartialEq> Links<D> {
 }
 
 fn not_yet(path: &str) -> String {
-    path.to_owned() + " leads to no control daemon yet"
+    path.to_owned() + " has no socket of a control daemon yet"
 }
 
 #[cfg(test)]

@@ -94,7 +94,7 @@ impl Blocker {
         match self {
             Self::Faulted(fault) => fault.reason(),
             Self::PlaceTaken(by) => {
-                format!("another control daemon (PID {by}) has taken the directory of this control daemon")
+                format!("another control daemon (PID {by}) listens in the directory of this control daemon")
             }
             Self::DirectoryGone(error) => {
                 format!("the directory of the control daemon was removed or replaced ({error})")
@@ -254,8 +254,8 @@ impl Blockers {
             ),
             Some(Blocker::Silent { .. }) => {
                 let then = format!(
-                    "; the service keeps asking, and the control daemon is {ended} if it stays silent and \
-                     has no clients"
+                    "; the service asks again, and the control daemon is {ended} if it still does not answer \
+                     and has no clients"
                 );
                 (ControlDaemonState::Waiting, then)
             }
@@ -436,7 +436,7 @@ mod tests {
             (vec![], Ready, true, true, ""),
             (vec![misfit()], Waiting, true, false, "for which the control daemon has to restart"),
             (vec![misfit(), server_ended()], Backoff, false, true, "server 9 has ended"),
-            (vec![silent(1), server_ended()], Waiting, false, true, "the service keeps asking"),
+            (vec![silent(1), server_ended()], Waiting, false, true, "the service asks again"),
             (
                 vec![hung(5)],
                 Waiting,
@@ -444,7 +444,7 @@ mod tests {
                 true,
                 "no answer, 5 times in a row; the control daemon is restarted",
             ),
-            (vec![taken], Waiting, false, true, "another control daemon (PID 7) has taken"),
+            (vec![taken], Waiting, false, true, "another control daemon (PID 7) listens in"),
             (vec![directory_gone()], Waiting, false, true, "was removed or replaced (gone)"),
             (
                 vec![bad_directory(), misfit()],

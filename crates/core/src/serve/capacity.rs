@@ -170,7 +170,7 @@ impl<S: Shell> Serving<'_, S> {
             let text = if is_full {
                 format!("GPU {name} is {}", self.run.capacity.full(&gpu.uuid))
             } else {
-                format!("GPU {name} has a place for a client again")
+                format!("GPU {name} is no longer full: new clients can connect")
             };
             self.shell.tell(News::Event, text);
         }

@@ -41,7 +41,8 @@ impl<S: Shell> Serving<'_, S> {
                     self.run.blockers.put(Blocker::BadDirectory(bad));
                 }
                 if change == Change::AnswersAgain {
-                    self.shell.tell(News::Event, "the control daemon answers again".to_owned());
+                    let text = format!("control daemon {id} answers again", id = self.wanted.id);
+                    self.shell.tell(News::Event, text);
                     self.learn_clients().await;
                     // A control daemon that did not answer may have missed commands, so it is configured again.
                     return Ok(Some(Ended::Again));
@@ -207,7 +208,7 @@ impl<S: Shell> Serving<'_, S> {
             for (uuid, gpu) in &mut view.gpus {
                 let ordinal = run.gpus.iter().position(|served| served == uuid);
                 gpu.reason = match (ordinal, &difference) {
-                    (None, _) => "the control daemon gets this GPU when it restarts".to_owned(),
+                    (None, _) => "the control daemon serves this GPU only after its next restart".to_owned(),
                     (Some(_), Some(difference)) => difference.clone(),
                     (Some(_), None) => String::new(),
                 };

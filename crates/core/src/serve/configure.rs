@@ -175,7 +175,7 @@ impl<S: Shell> Serving<'_, S> {
     pub(super) fn no_server_is_ready(&self) -> Failure {
         let seconds = SERVER_TIMEOUT.as_secs();
         Failure::Failed(format!(
-            "no server is ready after {seconds} s{last_words}",
+            "no MPS server became ready within {seconds} s{last_words}",
             last_words = self.shell.words()
         ))
     }

@@ -49,7 +49,7 @@ impl<S: Shell> Serving<'_, S> {
             && !self.run.blockers.is_unreached()
         {
             self.shell.reopen_ways();
-            return Err(format!("new programs can't be made to wait: {why}"));
+            return Err(format!("the service can't make new programs wait for a control daemon: {why}"));
         }
         self.run.door = Door::Closed;
         self.show_state();
@@ -57,7 +57,7 @@ impl<S: Shell> Serving<'_, S> {
         self.read_on().await;
         if self.run.quiet_since > begun {
             self.open_door();
-            return Err("a client came or left in the meantime".to_owned());
+            return Err("a client connected or ended while the service counted the clients".to_owned());
         }
         Ok(())
     }

@@ -156,7 +156,7 @@ impl<S: Shell> Serving<'_, S> {
     async fn end_unused(&mut self) -> Result<bool, String> {
         let Some(may_end) = Permit::unused(self.in_use().await.ok()) else {
             self.open_door();
-            return Err("a client came in the meantime".to_owned());
+            return Err("a client connected while the service counted the clients".to_owned());
         };
         self.run.door = Door::ClosedForGood;
         if self.shell.quit_if_idle(may_end).await {

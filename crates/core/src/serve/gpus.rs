@@ -188,7 +188,7 @@ impl GpuReach {
                 (News::Event, format!("the compute mode of GPU {name} can be set again"))
             }
             (Some(LeftOut::InOtherHands(id)), None) => {
-                (News::Event, format!("GPU {name} is free: control daemon {id} has released it"))
+                (News::Event, format!("GPU {name} is free: control daemon {id} has released the GPU"))
             }
             (None, None) => return,
         };
@@ -242,8 +242,10 @@ impl GpuReach {
                     self.note_our_mode(&gpu);
                 }
                 Err(error) => {
-                    let text =
-                        format!("the compute mode of GPU {name}: {error}", name = wanted.name_of(&gpu));
+                    let text = format!(
+                        "the service can't correct the compute mode of GPU {name}: {error}",
+                        name = wanted.name_of(&gpu)
+                    );
                     shell.tell(News::Warning, text);
                 }
             }

@@ -197,15 +197,15 @@ impl<S: Shell> Serving<'_, S> {
                 Err(why) => format!("the server is not ended: {why}"),
             },
             AfterGrace::GpuNotKnown(stay) => format!(
-                "the GPU with the error is not known, so the server is left running for its clients: \
-                 {clients}; end the clients that get CUDA error 700",
+                "the service does not know which GPU had the error, so it does not end the server of these \
+                 clients: {clients}; end the clients that get CUDA error 700",
                 clients = self.shell.describe(&stay)
             ),
             AfterGrace::OthersAreWell(stay, others) => {
                 let (hit, healthy) = (self.shell.describe(&stay), clients_counted(others));
                 format!(
-                    "end these clients, which the error has hit: {hit}; the server is left running for its \
-                     {healthy} on healthy GPUs"
+                    "end these clients, which have lost their work by the error: {hit}; the server is not \
+                     ended, since it has {healthy} on healthy GPUs"
                 )
             }
         };
@@ -238,7 +238,8 @@ impl<S: Shell> Serving<'_, S> {
         }
         if stay.is_empty() {
             let text = format!(
-                "server {server} was ended: the server has no client, and has not recovered from its fault"
+                "server {server} was ended, since it had no client and did not recover from its fatal GPU \
+                 error"
             );
             self.shell.tell(News::Warning, text);
             self.shell.shut_down_idle_server(server, may_end).await?;
@@ -248,8 +249,9 @@ impl<S: Shell> Serving<'_, S> {
             return Ok(false);
         }
         let stay = self.shell.describe(stay);
-        let text =
-            format!("server {server} was ended, since these clients stayed long after its fault: {stay}");
+        let text = format!(
+            "server {server} was ended, since these clients still ran long after its fatal GPU error: {stay}"
+        );
         self.shell.tell(News::Warning, text);
         self.shell.shut_down_server(server, may_end).await?;
         Ok(true)

@@ -154,7 +154,7 @@ impl<S: Shell> Serving<'_, S> {
                 News::Warning,
                 format!(
                     "server {server} wrote no limits to the log, so its memory limits are confirmed only in \
-                     whole GiB"
+                     whole GiB; see if the file system of the log is full"
                 ),
             );
             return Ok(None);

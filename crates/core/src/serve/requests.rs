@@ -41,7 +41,10 @@ impl<S: Shell> Serving<'_, S> {
         let clients = self.in_use().await;
         let Some(may_end) = Permit::for_a_change(force, clients.as_ref().ok().copied()) else {
             let who = clients.map_or_else(|error| error, clients_counted);
-            return Err(format!("{change}: in the way: {who}"));
+            return Err(format!(
+                "{change}; the change waits until the clients have ended ({who}); `yunion-mpsctl apply \
+                 --force` ends the clients"
+            ));
         };
         if !self.shell.is_awaited() {
             return Err("the caller no longer waits for the answer".to_owned());
@@ -64,7 +67,11 @@ impl<S: Shell> Serving<'_, S> {
     async fn restart_idle_servers(&mut self) -> Result<(), String> {
         let clients = self.in_use().await?;
         let Some(may_end) = Permit::unused(Some(clients)) else {
-            return Err(format!("in the way: {}", clients_counted(clients)));
+            return Err(format!(
+                "the server can't be replaced while the control daemon has {}; yunion-mpsctl clients lists \
+                 the clients",
+                clients_counted(clients)
+            ));
         };
         let servers = self.shell.inspect(&[], None).await.map_err(Failure::into_text)?.servers;
         for server in servers.iter().copied() {
@@ -83,7 +90,11 @@ impl<S: Shell> Serving<'_, S> {
                 return Ok(());
             }
             if self.shell.now() >= deadline {
-                return Err("in the way: a client that came in the meantime".to_owned());
+                return Err(
+                    "the server can't be replaced, since a client connected meanwhile; try again when no \
+                     client is connected"
+                        .to_owned(),
+                );
             }
             self.shell.pause(IDLE_SERVER_PAUSE).await;
         }

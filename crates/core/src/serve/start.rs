@@ -183,7 +183,8 @@ async fn make_way(shell: &mut impl Starter, place: StartPlace) -> Result<(), Fai
             clients = clients_counted(clients)
         )),
         Err(error) => Failure::Waiting(format!(
-            "a control daemon that this service has not started ({named}) holds {directory}: {error}; {end_it}"
+            "a control daemon that this service has not started ({named}) listens in {directory}: {error}; \
+             {end_it}"
         )),
     })
 }

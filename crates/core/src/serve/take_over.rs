@@ -24,7 +24,7 @@ impl<S: Shell> Serving<'_, S> {
             Ok(()) if self.shell.listener() == Some(pid) => {}
             Ok(()) => {
                 return Err(Failure::Waiting(format!(
-                    "another control daemon has taken the directory of the control daemon with PID {pid}"
+                    "another control daemon listens in the directory of the control daemon with PID {pid}"
                 )));
             }
             Err(Failure::Ended { .. }) => return Ok(false),

@@ -115,7 +115,7 @@ impl<S: Shell> Serving<'_, S> {
                 Some(served) if served != uid => format!(
                     "until the clients of user {served} have ended: this control daemon serves one user at a time"
                 ),
-                _ => "for a server, and no server accepts it".into(),
+                _ => "for an MPS server, but no server accepts the client".into(),
             };
             let command = self.shell.command(pid);
             self.shell.tell(News::Warning, format!("client {pid} ({command}) of user {uid} waits {why}"));

@@ -180,7 +180,7 @@ impl<H: Clone> Enforcer<H> {
                 }
                 ClientEnd::NotThere => continue,
                 ClientEnd::StaysStopped(why) => return (Some(self.stays(shell.now(), process, why)), None),
-                ClientEnd::Faulted => format!("server {server} handles a fault"),
+                ClientEnd::Faulted => format!("server {server} handles a fatal GPU error"),
                 ClientEnd::NotAsked(why) => why,
                 ClientEnd::NotKnown(why) => {
                     self.stays(shell.now(), process, String::new());

@@ -134,21 +134,20 @@ impl<O: fmt::Display> fmt::Display for TerminationError<O> {
             Self::NoSuchClient(pid) => {
                 write!(
                     f,
-                    "process {pid} is no client of a GPU here; yunion-mpsctl clients lists the clients; end \
-                     a program that is listed with BYPASS (without MPS) by kill"
+                    "process {pid} is not an MPS client on this host; yunion-mpsctl clients lists the \
+                     clients; end a program that is listed with BYPASS (without MPS) by kill"
                 )
             }
             Self::NotTheirs { pid, user } => {
-                write!(f, "process {pid} is no client of a GPU here that user {user} has started")
+                write!(f, "process {pid} is not an MPS client on this host that user {user} has started")
             }
             Self::Unreadable { pid, why } => write!(f, "process {pid} can't be read in /proc: {why}"),
             Self::Unplaced(clients) => write!(
                 f,
-                "no process that is known to have these slices uses the slices any more, but these clients \
-                 may have one of the slices, and their GPU work goes on: {clients}; neither a mounted \
-                 directory nor the environment says which slice of this GPU these clients have (for a bound \
-                 slice the environment does not count); terminate these clients by PID or container before \
-                 sending a signal",
+                "no process with these slices uses a GPU any more, but these clients may have one of the \
+                 slices, and their GPU work goes on: {clients}; no mounted directory and no environment \
+                 variable names their slice (for a bound slice the environment does not count); terminate \
+                 these clients by PID or container before sending a signal",
                 clients = first_named(clients.iter().cloned())
             ),
             Self::Silent { why, left } if left.is_empty() => f.write_str(why),
@@ -161,7 +160,11 @@ impl<O: fmt::Display> fmt::Display for TerminationError<O> {
             }
             Self::OutOfTime { after, left, doubt } if left.is_empty() => {
                 let seconds = after.as_secs();
-                write!(f, "after {seconds} s the clients are still not known")?;
+                write!(
+                    f,
+                    "after {seconds} s the service still does not know the clients, so their GPU work may go \
+                     on"
+                )?;
                 doubt.as_ref().map_or(Ok(()), |doubt| write!(f, ": {doubt}"))
             }
             Self::OutOfTime { after, left, doubt } => {
@@ -203,7 +206,10 @@ mod tests {
              them; there may be more clients: A hangs"
         );
         let error = TerminationError::<String>::OutOfTime { after: AFTER, left: Vec::new(), doubt: None };
-        assert_eq!(error.to_string(), "after 30 s the clients are still not known");
+        assert_eq!(
+            error.to_string(),
+            "after 30 s the service still does not know the clients, so their GPU work may go on"
+        );
     }
 
     #[test]

@@ -149,7 +149,10 @@ impl AttemptNews {
         match &self.state {
             VictimState::Ended => {
                 let before = self.suppressed.map(|count| {
-                    format!("; since the last such message, it has also ended the GPU work of {count} other clients")
+                    format!(
+                        "; since the last such message, the service has also ended the GPU work of {count} \
+                         other clients"
+                    )
                 });
                 let before = before.unwrap_or_default();
                 format!(
@@ -550,7 +553,7 @@ mod tests {
         let text = news.first().unwrap().text("slice 1", "9");
         assert!(
             text.ends_with(
-                "; since the last such message, it has also ended the GPU work of 2 other clients"
+                "; since the last such message, the service has also ended the GPU work of 2 other clients"
             ),
             "{text}"
         );

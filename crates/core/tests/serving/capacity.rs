@@ -52,7 +52,7 @@ fn a_full_gpu_is_counted_again_until_it_has_a_place() {
     story.served(40_000);
     let counts = story.times("clients 200");
     assert_eq!(counts[..3].iter().map(|at| at - counts[0]).collect::<Vec<_>>(), [0, 5000, 10_000]);
-    assert!(story.has_told("GPU 0a:00.0 has a place for a client again"));
+    assert!(story.has_told("GPU 0a:00.0 is no longer full: new clients can connect"));
     assert_eq!(full(&story, "A"), "");
 }
 
@@ -86,7 +86,7 @@ fn the_end_of_a_client_has_the_others_counted_where_that_matters() {
     leaves(&story, 12_000, 1);
     story.served(12_300);
     assert_eq!(story.times("clients 200").last(), Some(&12_200));
-    assert!(story.has_told("has a place for a client again"));
+    assert!(story.has_told("is no longer full: new clients can connect"));
 }
 
 #[test]
@@ -99,7 +99,7 @@ fn the_end_of_a_server_has_the_clients_counted_too() {
         host.log_is_lost = false;
     });
     story.served(12_500);
-    assert!(story.has_told("GPU 0a:00.0 has a place for a client again"));
+    assert!(story.has_told("GPU 0a:00.0 is no longer full: new clients can connect"));
 }
 
 #[test]

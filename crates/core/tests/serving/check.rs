@@ -56,8 +56,8 @@ fn misses_are_counted_each_second_until_it_counts_as_hung() {
     });
     story.host().stage.nvml.insert("A".to_owned(), Ok([1].into()));
     story.served(30_500);
-    let asked = "Waiting, not serving: no answer; the service keeps asking, and the control daemon is \
-                 restarted if it stays silent and has no clients";
+    let asked = "Waiting, not serving: no answer; the service asks again, and the control daemon is \
+                 restarted if it still does not answer and has no clients";
     assert_eq!(story.shown(), asked);
     assert_eq!(story.host().reader.words, ["warning: no answer"]);
     story.served(34_500);
@@ -69,7 +69,7 @@ fn misses_are_counted_each_second_until_it_counts_as_hung() {
     assert!(!story.has_done("keep links"), "nothing is changed for one that does not answer");
     story.host().at(36_000, |host| host.stage.answers = None);
     assert_eq!(story.serve(40_000), Some(Ok(Ended::Again)), "it may have missed a command");
-    assert!(story.has_told("the control daemon answers again"));
+    assert!(story.has_told("control daemon shared answers again"));
 }
 
 #[test]
@@ -89,7 +89,7 @@ fn one_that_another_has_taken_the_place_of_is_told_nothing() {
     story.host().stage.nvml.insert("A".to_owned(), Ok([1].into()));
     story.host().at(20_000, |host| host.taken_by = Some(7));
     story.served(45_000);
-    let shown = "Waiting, not serving: another control daemon (PID 7) has taken the directory of this \
+    let shown = "Waiting, not serving: another control daemon (PID 7) listens in the directory of this \
                  control daemon; the control daemon is restarted when its clients have ended";
     assert_eq!(story.shown(), shown);
     assert!(!story.has_done("keep links") && story.calls("set limits") == 0);
@@ -217,8 +217,8 @@ fn clients_that_are_not_known_keep_it_and_that_is_told_once() {
     story.host().stage.answers_to.insert("client PIDs", Failure::NotUnderstood("other words".to_owned()));
     story.host().stage.nvml.insert("A".to_owned(), Err("NVML hangs".to_owned()));
     story.served(65_000);
-    let told =
-        "warning: the control daemon is not ended, since its clients are not known: other words; NVML hangs";
+    let told = "warning: control daemon shared is not ended, since its clients are not known: other words; \
+                NVML hangs";
     assert_eq!(story.host().reader.words, [told]);
     let shown = story.shown();
     let why = "the clients of the control daemon are not known (other words; NVML hangs), and \

@@ -76,7 +76,10 @@ fn a_client_that_came_through_the_door_opens_it_again() {
         });
     });
     story.served(2500);
-    assert_eq!(story.host().stage.answered, [Err("a client came or left in the meantime".to_owned())]);
+    assert_eq!(
+        story.host().stage.answered,
+        [Err("a client connected or ended while the service counted the clients".to_owned())]
+    );
     assert_eq!(story.calls("quit"), 0);
     let [closed, opened, gone] = order(&story, &["keep waiting", "lead again", "let go"])[..] else {
         panic!()

@@ -206,7 +206,9 @@ fn a_change_waits_for_clients_unless_it_is_forced() {
         story
     };
     let mut story = misfit(&[1, 2]);
-    let refused = "it has other GPUs: in the way: 2 clients".to_owned();
+    let refused = "it has other GPUs; the change waits until the clients have ended (2 clients); \
+                   `yunion-mpsctl apply --force` ends the clients"
+        .to_owned();
     assert_eq!(asked(&mut story, Requested::Apply { force: false }), (None, vec![Err(refused)]));
     assert_eq!(story.calls("quit"), 0);
     let mut story = misfit(&[1, 2]);
@@ -216,7 +218,9 @@ fn a_change_waits_for_clients_unless_it_is_forced() {
     let mut story = misfit(&[]);
     story.host().stage.answers_to.insert("client PIDs", Failure::NotUnderstood("other words".to_owned()));
     story.host().stage.nvml.insert("A".to_owned(), Err("NVML hangs".to_owned()));
-    let refused = "it has other GPUs: in the way: other words; NVML hangs".to_owned();
+    let refused = "it has other GPUs; the change waits until the clients have ended (other words; NVML \
+                   hangs); `yunion-mpsctl apply --force` ends the clients"
+        .to_owned();
     assert_eq!(asked(&mut story, Requested::Apply { force: false }), (None, vec![Err(refused)]));
 }
 
@@ -229,7 +233,10 @@ fn a_change_that_a_client_has_come_in_between_of_is_refused() {
     story.host().at(1600, |host| host.client(1, SERVER, "A"));
     story.host().asks(Requested::Apply { force: false });
     story.served(1800);
-    assert_eq!(story.host().stage.answered, [Err("a client came in the meantime".to_owned())]);
+    assert_eq!(
+        story.host().stage.answered,
+        [Err("a client connected while the service counted the clients".to_owned())]
+    );
 }
 
 #[test]
@@ -250,7 +257,9 @@ fn the_server_is_restarted_if_it_has_no_clients() {
         ("Ready, serving", vec![201])
     );
     let mut story = with_clients(&[1]);
-    let refused = vec![Err("in the way: 1 client".to_owned())];
+    let refused = vec![Err("the server can't be replaced while the control daemon has 1 client; \
+                            yunion-mpsctl clients lists the clients"
+        .to_owned())];
     assert_eq!(asked(&mut story, Requested::RestartServer), (None, refused));
     assert_eq!(story.calls("shut down"), 0);
 }
@@ -259,7 +268,11 @@ fn the_server_is_restarted_if_it_has_no_clients() {
 fn a_server_that_stays_has_a_client_that_came_in_between() {
     let mut story = with_clients(&[]);
     story.host().stage.stays = true;
-    let refused = vec![Err("in the way: a client that came in the meantime".to_owned())];
+    let refused = vec![Err(
+        "the server can't be replaced, since a client connected meanwhile; try again when no client is \
+         connected"
+            .to_owned(),
+    )];
     story.host().asks(Requested::RestartServer);
     story.served(5150);
     assert!(story.host().stage.answered.is_empty());
@@ -299,7 +312,8 @@ fn one_in_a_place_of_another_is_not_taken_over() {
     let mut story = Story::with_gpus(&["A"]);
     story.host().taken_by = Some(7);
     let taken_over = story.once(async |serving| serving.take_over().await);
-    let text = "another control daemon has taken the directory of the control daemon with PID 100".to_owned();
+    let text =
+        "another control daemon listens in the directory of the control daemon with PID 100".to_owned();
     assert_eq!(taken_over, Err(Failure::Waiting(text)));
     let mut story = Story::with_gpus(&["A"]);
     story.host().end(None);

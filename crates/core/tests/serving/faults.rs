@@ -104,9 +104,9 @@ fn a_server_is_ended_after_the_grace_for_clients_that_stay() {
     assert_eq!(story.calls("shut down"), 0);
     story.served(45_000);
     assert!(story.has_done("shut down server 200 (Fault)"));
-    assert!(
-        story.has_told("warning: server 200 was ended, since these clients stayed long after its fault: 1")
-    );
+    assert!(story.has_told(
+        "warning: server 200 was ended, since these clients still ran long after its fatal GPU error: 1"
+    ));
     assert_eq!(
         (story.shown().as_str(), story.host().reader.shown.view.servers.clone()),
         ("Ready, serving", vec![201])
@@ -190,7 +190,7 @@ fn a_server_without_clients_that_stays_faulted_is_ended_after_the_grace() {
     assert_eq!(story.calls("shut down"), 0);
     story.served(45_000);
     assert!(story.has_told(
-        "warning: server 200 was ended: the server has no client, and has not recovered from its fault"
+        "warning: server 200 was ended, since it had no client and did not recover from its fatal GPU error"
     ));
     assert!(story.has_done("shut down idle server 200 (Fault)"));
 }
@@ -199,8 +199,8 @@ fn a_server_without_clients_that_stays_faulted_is_ended_after_the_grace() {
 fn a_server_is_left_to_clients_that_are_well() {
     let mut story = faulted(&[(1, "A"), (2, "B")], &[1]);
     story.served(60_000);
-    let why = "end these clients, which the error has hit: 1; the server is left running for its 1 client \
-               on healthy GPUs";
+    let why = "end these clients, which have lost their work by the error: 1; the server is not ended, since \
+               it has 1 client on healthy GPUs";
     assert!(story.shown().ends_with(why), "{}", story.shown());
     assert_eq!(story.calls("shut down"), 0);
     // The last client on the healthy GPU ends. The server is ended, since its other client has lost its work.
@@ -213,7 +213,7 @@ fn a_server_is_left_to_clients_that_are_well() {
 fn a_client_that_came_between_two_errors_is_well() {
     let mut story = faulted(&[(1, "A"), (2, "A")], &[1]);
     story.served(60_000);
-    assert!(story.shown().contains("left running for its 1 client on healthy GPUs"), "{}", story.shown());
+    assert!(story.shown().contains("since it has 1 client on healthy GPUs"), "{}", story.shown());
     assert_eq!(story.calls("shut down"), 0);
 }
 
@@ -222,7 +222,11 @@ fn a_server_is_left_to_its_clients_while_nobody_knows_which_gpu_it_was() {
     // Even if all clients are on one GPU, the error may have happened on the other GPU.
     for mut story in [faulted(&[(1, "A"), (2, "B")], &[]), faulted(&[(1, "A"), (2, "A")], &[])] {
         story.served(60_000);
-        assert!(story.shown().contains("the GPU with the error is not known"), "{}", story.shown());
+        assert!(
+            story.shown().contains("the service does not know which GPU had the error"),
+            "{}",
+            story.shown()
+        );
         assert_eq!(story.calls("shut down"), 0);
     }
 }
@@ -240,7 +244,7 @@ fn clients_that_nvml_knows_keep_the_server_as_well() {
     story.host().stage.nvml.insert("A".to_owned(), Ok([1].into()));
     story.host().stage.nvml.insert("B".to_owned(), Ok([2].into()));
     story.served(60_000);
-    assert!(story.shown().contains("left running for its 1 client on healthy GPUs"), "{}", story.shown());
+    assert!(story.shown().contains("since it has 1 client on healthy GPUs"), "{}", story.shown());
     assert_eq!(story.calls("shut down"), 0);
     // NVML can't list the clients on GPU B, which the error has not hit.
     let mut story = faulted(&[(1, "A")], &[1]);

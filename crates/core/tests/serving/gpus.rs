@@ -57,7 +57,7 @@ fn a_gpu_in_other_hands_is_left_out_until_it_is_free() {
     story.served(3000);
     let told = [
         "GPU 0b:00.0: control daemon C still has the GPU",
-        "GPU 0b:00.0 is free: control daemon C has released it",
+        "GPU 0b:00.0 is free: control daemon C has released the GPU",
     ];
     let of_gpu: Vec<String> =
         story.host().reader.words.iter().filter(|text| text.starts_with("GPU 0b:00.0")).cloned().collect();
@@ -80,7 +80,10 @@ fn a_mode_that_others_have_changed_is_set_again() {
         host.stage.refuses.insert("A".to_owned(), "NVML says no".to_owned());
     }
     story.served(61_000);
-    assert_eq!(story.host().reader.words[1..], ["warning: the compute mode of GPU 0a:00.0: NVML says no"]);
+    assert_eq!(
+        story.host().reader.words[1..],
+        ["warning: the service can't correct the compute mode of GPU 0a:00.0: NVML says no"]
+    );
     assert_eq!(left_out(&story, "A"), "", "it serves");
 }
 
@@ -276,6 +279,6 @@ fn a_gpu_of_another_control_daemon_has_no_bypasses_of_ours() {
     program(&story, 100, "B", 7);
     story.served(65_000);
     assert_eq!(bypasses(&story, "B"), (vec![], false));
-    let reason = "the control daemon gets this GPU when it restarts";
+    let reason = "the control daemon serves this GPU only after its next restart";
     assert_eq!(story.host().reader.shown.view.gpus["B"].reason, reason);
 }

@@ -114,7 +114,8 @@ fn a_server_that_writes_nothing_is_set_once_more_and_that_is_told() {
     story.served(2100);
     assert_eq!((story.calls("set limits of 9"), story.shown().as_str()), (2, "Ready, serving"));
     assert!(story.has_told(
-        "warning: server 9 wrote no limits to the log, so its memory limits are confirmed only in whole GiB"
+        "warning: server 9 wrote no limits to the log, so its memory limits are confirmed only in whole GiB; \
+         see if the file system of the log is full"
     ));
 }
 
@@ -153,7 +154,7 @@ fn a_server_that_never_comes_is_a_failure() {
     story.host().is_status(9, ServerStatus::Initializing);
     story.served(59_900);
     let Some(Err(Failure::Failed(text))) = story.serve(61_000) else { panic!("it does not serve") };
-    assert_eq!(text, "no server is ready after 60 s; its log ends here");
+    assert_eq!(text, "no MPS server became ready within 60 s; its log ends here");
 }
 
 #[test]
@@ -218,7 +219,7 @@ fn the_first_server_gets_a_minute() {
     let mut story = Story::with_gpus(&["A"]);
     story.host().server_comes_in = Duration::MAX;
     let Some(Err(Failure::Failed(text))) = story.serve(61_000) else { panic!("it does not serve") };
-    assert_eq!(text, "no server is ready after 60 s; its log ends here");
+    assert_eq!(text, "no MPS server became ready within 60 s; its log ends here");
 }
 
 #[test]

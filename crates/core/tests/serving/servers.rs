@@ -271,7 +271,7 @@ fn the_end_of_a_server_that_nobody_watches_is_no_news() {
 fn clients_that_wait_are_told_once_with_the_reason() {
     for (multiuser, why) in [
         (false, "until the clients of user 1000 have ended: this control daemon serves one user at a time"),
-        (true, "for a server, and no server accepts it"),
+        (true, "for an MPS server, but no server accepts the client"),
     ] {
         let mut story = if multiuser { Story::with_gpus(&["A"]) } else { Story::with_one_user(&["A"]) };
         story.host().at(1000, |host| {

@@ -167,7 +167,8 @@ fn a_stranger_with_clients_is_left_to_them() {
         (
             Some(7),
             Err("it hangs".to_owned()),
-            "a control daemon that this service has not started (PID 7) holds /pipe: it hangs; `quit` ends it",
+            "a control daemon that this service has not started (PID 7) listens in /pipe: it hangs; `quit` \
+             ends it",
         ),
         (
             None,

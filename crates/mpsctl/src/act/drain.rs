@@ -53,7 +53,8 @@ pub(crate) async fn drain(
         // Other commands do not treat a closed pipe as an error. With `--wait` the exit status says if clients remain, so the
         // end of the waiting must be an error.
         Err(error) if waits && error.is_closed_pipe() => Err(Error::Failed(
-            "the reader has closed the output, so the waiting has ended; the drain stays".to_owned(),
+            "standard output was closed, so drain no longer waits for clients; the slices stay drained"
+                .to_owned(),
         )),
         done => done,
     }
@@ -97,7 +98,8 @@ async fn drain_and_wait(
     let again = if names.is_empty() { "--all".to_owned() } else { printable(&names.join(" ")) };
     writeln!(
         out,
-        "The waiting has ended, and the drain stays: yunion-mpsctl undrain {again} ends the drain."
+        "The command no longer waits, but the slices stay drained: yunion-mpsctl undrain {again} ends the \
+         drain."
     )?;
     Ok(u8::try_from(128 + signal.as_raw()).unwrap_or(FAILED))
 }
@@ -318,7 +320,7 @@ impl DrainScreen {
         }
         self.last.clear();
         for pid in self.told.iter().filter(|pid| !clients.iter().any(|client| client.pid == **pid)) {
-            writeln!(out, "Process {pid} has left.")?;
+            writeln!(out, "Process {pid} is no longer a client.")?;
         }
         for client in clients.iter().filter(|client| !self.told.contains(&client.pid)) {
             let unknown = unplaced(std::slice::from_ref(client));
@@ -435,7 +437,7 @@ mod tests {
             String::from_utf8(out).unwrap(),
             "Waiting for process 1 (job\u{fffd}, user worker, 00:06.0-1).\n\
              Waiting for process 2 (job\u{fffd}, user worker, slice not known). The slice of process 2 is not known and may be a drained slice, so the drained slices may not be free yet.\n\
-             Process 1 has left.\nProcess 2 has left.\n"
+             Process 1 is no longer a client.\nProcess 2 is no longer a client.\n"
         );
         let mut out = Vec::new();
         let mut screen = DrainScreen { redraws: true, ..DrainScreen::default() };

@@ -169,7 +169,7 @@ fn inotify(facts: &Facts) -> Outcome {
     }
     let shortage = inotify::none_left().filter(|_| rustix::process::geteuid().is_root());
     each(shortage, |Problem { found, remedy }| {
-        let effect = "the logs of control daemons may be looked at only once a second";
+        let effect = "the service may check the logs of control daemons only once a second";
         [warning("inotify-exhausted", "inotify", format!("{found}: {effect}"), remedy)]
     })
 }

@@ -135,7 +135,7 @@ impl Facts {
     pub(super) fn plan(&self) -> Result<&Plan, Problem> {
         match &self.checked {
             Checked::Right { plan: Ok(plan), .. } => Ok(plan),
-            _ => Err("no GPU could be planned now".into()),
+            _ => Err("the service could not choose the GPUs to serve".into()),
         }
     }
 

@@ -135,7 +135,7 @@ fn judge_state(unit: &UnitProperties) -> Vec<Finding> {
                 "yunion-mpsctl check, then systemctl start yunion-mps-daemon",
             ),
             ("start-limit-hit", _) => (
-                "the service ended too often".to_owned(),
+                "the service ended too often in a short time, so systemd no longer starts it".to_owned(),
                 "journalctl -u yunion-mps-daemon, then systemctl reset-failed yunion-mps-daemon and \
                  systemctl start yunion-mps-daemon",
             ),
@@ -260,7 +260,7 @@ fn version(facts: &Facts) -> Outcome {
     if running.is_empty() || running == ours {
         return Ok(Vec::new());
     }
-    let found = format!("version {running} runs, and this program is {ours}");
+    let found = format!("version {running} of the service runs, but yunion-mpsctl has version {ours}");
     let remedy = "systemctl restart yunion-mps-daemon: running jobs carry on";
     Ok(vec![info("service-of-another-version", UNIT, found, remedy)])
 }

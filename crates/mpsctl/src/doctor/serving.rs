@@ -170,12 +170,11 @@ fn kernel_limits(facts: &Facts) -> Outcome {
             "kernel-limit-refused",
             &device.addr,
             format!(
-                "the kernel holds no memory limit for {bound_to}: {reason}; only the service watches the \
+                "the kernel enforces no memory limit for {bound_to}: {reason}; only the service watches the \
                  memory of this slice",
                 bound_to = device.bound_to
             ),
-            "remove the reason and run yunion-mpsctl reload, which tries again; or set \
-             cuda_mps_memory_limit: watch",
+            "remove the cause, then yunion-mpsctl reload; or set cuda_mps_memory_limit: watch",
         ))
     })
 }

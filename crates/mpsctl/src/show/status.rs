@@ -195,7 +195,7 @@ pub(crate) fn state_and_reason(service: &Service) -> String {
 
 fn print_service(out: &mut dyn Write, service: &Service) -> io::Result<()> {
     let driver = match service.driver_version.as_str() {
-        "" if service.state == State::Disabled => "driver not looked for".to_owned(),
+        "" if service.state == State::Disabled => "driver not checked".to_owned(),
         "" => "no driver".to_owned(),
         _ => format!("driver {}", service.driver_version.shown()),
     };

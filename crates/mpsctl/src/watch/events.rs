@@ -44,8 +44,10 @@ async fn follow(json: bool, out: &mut dyn Write) -> Result<()> {
             Ok(events) => {
                 complaint.clear();
                 if may_miss_some(&printed, &events) {
-                    say("more events came at once than the service keeps; journalctl -u yunion-mps-daemon \
-                         has all events");
+                    say(
+                        "some events are missing here: more came at once than the service stores; journalctl \
+                         -u yunion-mps-daemon has all events",
+                    );
                 }
                 print(&new_ones(&printed, &events), json, out)?;
                 printed = events;

@@ -119,7 +119,7 @@ impl TopState {
         if let Some((client, _)) = &self.question
             && !model.clients.iter().any(|one| ClientId::new(one) == *client)
         {
-            self.message = Some(format!("Process {} has left.", client.pid));
+            self.message = Some(format!("Process {} is no longer a client.", client.pid));
             self.question = None;
         }
         if self.client_place(&self.clients(model)).is_none() {
@@ -185,7 +185,7 @@ impl TopState {
 
     fn answered(&mut self, pid: u32, key: KeyCode) -> Action {
         if !matches!(key, KeyCode::Char('y' | 'Y')) {
-            self.message = Some(format!("Process {pid} carries on."));
+            self.message = Some(format!("The GPU work of process {pid} was not ended."));
             return Action::Draw;
         }
         self.ending = Some(pid);
@@ -317,7 +317,7 @@ mod tests {
         model.devices.clear();
         state.settle(&model);
         assert!(state.slice.is_none() && state.client.is_none() && state.question.is_none());
-        assert_eq!(state.message.as_deref(), Some("Process 102 has left."));
+        assert_eq!(state.message.as_deref(), Some("Process 102 is no longer a client."));
     }
 
     #[test]
