@@ -1,4 +1,4 @@
-//! Ends a control daemon: at once, or when it has no client any more.
+//! Records and publishes the failures of a control daemon, and ends the control daemon.
 
 use std::time::Duration;
 
@@ -12,7 +12,6 @@ use super::daemon_run::DaemonRun;
 use super::{Failing, Machine, Worker};
 
 impl Machine {
-    /// Takes note of a failure, and returns its meaning for the core.
     pub(super) fn failed(&mut self, failure: Failure) -> WhyFailed {
         let trouble = match &failure {
             Failure::Ended { .. } => WhyFailed::Gone,
@@ -32,11 +31,12 @@ impl Machine {
             if let Some((run, _)) = &self.run {
                 run.tell_clients_of_the_end(&self.worker.reporter, &self.worker.tools.clients);
             }
-            // The run and the state change in one step, so that a control daemon that has ended is never shown as ready.
+            // The end and the new state are published in one step. Otherwise a control daemon that has ended could be shown as
+            // ready.
             self.worker.end_run(&mut self.run, Some((state, &reason)));
         }
-        // While an administrator stops the service, a failure of the control daemon is reported at once. At other times
-        // the failure is reported together with the pause that follows the failure.
+        // During a stop of the service, a failure is reported at once. At other times `rest` reports the failure, together with
+        // the pause that follows it.
         if let Goal::Stop(permit) = self.worker.goal
             && permit.cause() == Cause::Stop
         {
@@ -75,7 +75,7 @@ impl Machine {
         }
     }
 
-    /// Publishes why the control daemon does not serve. A reason that was reported before is not reported again.
+    /// Publishes why the control daemon does not serve. The same reason as before is not reported again.
     pub(super) fn rest(&mut self, pause: Duration) {
         if !programs_wait(pause) {
             self.worker.let_go();
@@ -94,7 +94,6 @@ impl Machine {
         reporter.show(|view| view.enter_failing(state, &reason, waits));
     }
 
-    /// Ends the control daemon that runs.
     pub(super) async fn end(&mut self, may_end: Permit) -> ActOutcome {
         if let Goal::Stop(_) = self.worker.goal {
             self.worker.reporter.show(|view| view.enter(ControlDaemonState::Stopping, false, ""));
@@ -110,8 +109,8 @@ impl Machine {
 }
 
 impl Worker {
-    /// Records that no control daemon of this supervisor runs. If a control daemon ran, the last lines of its log are
-    /// reported. `shown` is the state to publish from then on; without it the published state stays.
+    /// Records that the control daemon has ended. Reports the clients that a fatal GPU error has hit, and how many log lines
+    /// were not passed on. `shown` is the state to publish. Without `shown`, the published state stays.
     pub(super) fn end_run(
         &mut self,
         run: &mut Option<(DaemonRun, Known)>,
