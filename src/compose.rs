@@ -21,59 +21,45 @@ use mps_core::terms::SliceId;
 use mps_core::view::{ServedGpuView, Unserved};
 use mps_core::{CoreTime, HeldGpus};
 
-/// The most bindings of a slice that the Snapshot names: the label of a binding may have hundreds of bytes.
+/// The most bindings of a slice that the Snapshot names, since the label of a binding may have hundreds of bytes.
 const NAMES: usize = 8;
 
-/// The state of all control daemons at one moment.
 #[derive(Debug)]
 pub(crate) struct Moment {
-    /// The moment, counted as the core counts its times.
     pub now: CoreTime,
-    /// The statuses of the control daemons that should serve.
     pub statuses: Vec<Status>,
-    /// The statuses of the control daemons that are about to end.
     pub leaving: Vec<Status>,
-    /// The GPUs that one control daemon should serve and another control daemon still has, each with the id of the control
-    /// daemon that still has the GPU.
+    /// The GPUs that are planned for one control daemon while another control daemon still has them. Each value is the id of
+    /// the latter.
     pub held: HeldGpus,
-    /// True if a control daemon starts, or gets one more GPU, as soon as a control daemon that is about to end has
-    /// left its GPUs.
+    /// True if a control daemon starts, or gets one more GPU, as soon as another control daemon, which is about to end, has
+    /// ended.
     pub starting: bool,
     /// True if every plan of a control daemon is in force, or the reason is known why it is not.
     pub settled: bool,
 }
 
-/// Everything from which a Snapshot is made.
 #[derive(Debug)]
 pub(crate) struct Parts<'a> {
-    /// The configuration in force.
     pub settings: &'a Settings,
-    /// The driver's version, or the reason why there is none.
     pub driver: &'a Result<String, String>,
     /// The plan in force, or the reason why there is none yet.
     pub plan: Result<&'a Plan, &'a str>,
-    /// The control daemons.
     pub moment: &'a Moment,
-    /// The slices that an administrator has drained: they take no new clients.
     pub drained: &'a Drained,
-    /// The control groups that are bound to slices.
     pub bindings: &'a Arc<Bindings>,
-    /// The GPUs that need a reset, by name, each with the critical error that is the reason.
+    /// The GPUs that need a reset, by name. Each value describes the critical error that is the reason.
     pub to_reset: &'a BTreeMap<String, String>,
-    /// The slices whose memory limit the kernel should enforce for a control group. Ok: the kernel enforces the
-    /// limit. Err: the reason why the kernel does not.
+    /// The slices whose memory limit the kernel should enforce. Ok: the kernel enforces the limit. Err: the reason why the
+    /// kernel does not.
     pub kernel_limits: &'a BTreeMap<SliceId, Result<(), String>>,
-    /// The use of each GPU and of each slice, by the UUIDs of the GPUs.
     pub uses: &'a BTreeMap<String, GpuUse>,
-    /// The last events that concern the service and no single control daemon.
     pub events: &'a Events,
-    /// A problem that does not affect clients, such as a new configuration that was refused.
+    /// A problem that does not affect clients, such as a refused configuration. Empty if there is none.
     pub problem: &'a str,
-    /// True if the service is stopping.
     pub stopping: bool,
 }
 
-/// Makes the Snapshot that follows `previous`.
 pub(crate) fn compose(parts: &Parts<'_>, previous: &Snapshot) -> Snapshot {
     let settings = parts.settings;
     let gpus = match (settings.enabled, parts.plan) {
@@ -101,7 +87,6 @@ pub(crate) fn compose(parts: &Parts<'_>, previous: &Snapshot) -> Snapshot {
     }
 }
 
-/// The Snapshot that the service publishes before its first look at the host.
 pub(crate) fn nothing_yet(settings: &Settings) -> Snapshot {
     Snapshot {
         reason: "the service has not read the GPUs of this host yet".to_owned(),
@@ -118,7 +103,7 @@ fn shared(view: GpuView, previous: &Snapshot) -> Arc<GpuView> {
     same.map_or_else(|| Arc::new(view), Arc::clone)
 }
 
-/// True if `ListDevices` and `ListGpus` show the same for both lists of GPUs. If they show a difference, the generation grows.
+/// True if `ListDevices` and `ListGpus` answer the same for both lists of GPUs. Otherwise the generation of the Snapshot grows.
 fn same_listed(new: Option<&[Arc<GpuView>]>, old: Option<&[Arc<GpuView>]>) -> bool {
     let same =
         |(new, old): (&Arc<GpuView>, &Arc<GpuView>)| Arc::ptr_eq(new, old) || listed(new) == listed(old);
@@ -128,8 +113,8 @@ fn same_listed(new: Option<&[Arc<GpuView>]>, old: Option<&[Arc<GpuView>]>) -> bo
     }
 }
 
-/// The part of a GPU's view that counts for the generation: the part that `ListDevices` and `ListGpus` show. The clients and
-/// their memory change often, and do not count for the generation.
+/// The part of a GPU's view that `ListDevices` and `ListGpus` show. Clients and their memory are omitted, since they change
+/// often and must not change the generation.
 fn listed(gpu: &GpuView) -> GpuView {
     let mut gpu = gpu.clone();
     let overuse = |one: &SliceUse| SliceUse { overuse: one.overuse.clone(), ..SliceUse::default() };
@@ -137,8 +122,8 @@ fn listed(gpu: &GpuView) -> GpuView {
     gpu.in_use = None;
     gpu.uses = if known { gpu.uses.iter().map(overuse).collect() } else { Vec::new() };
     if let Ok(facts) = gpu.plan.gpu.nvml.as_mut() {
-        // The plan has the GPU's compute mode of the time of planning, which does not count for the generation. The view has the
-        // present compute mode.
+        // The compute mode in the plan is the mode at the time of planning, and must not change the generation. The view has
+        // the present compute mode.
         facts.state = GpuState::default();
     }
     gpu
@@ -175,7 +160,8 @@ fn gpu_view(plan: &GpuPlan, parts: &Parts<'_>) -> GpuView {
     }
 }
 
-/// The value that all control daemons of a GPU have confirmed. None if the control daemons have confirmed different values.
+/// The value that all control daemons of a GPU have confirmed. None if they have confirmed different values, or one has
+/// confirmed none.
 fn of_all<T: PartialEq>(
     serving: &[(&Status, &ServedGpuView)],
     value: impl Fn(&ServedGpuView) -> Option<T>,
@@ -186,7 +172,7 @@ fn of_all<T: PartialEq>(
 }
 
 /// The reason why a GPU is not served, and the reasons why single slices of it are not. If each slice has its own control
-/// daemon, a GPU is served as long as one of its slices is.
+/// daemon, a GPU counts as served while one of its slices is served.
 fn trouble(plan: &GpuPlan, parts: &Parts<'_>, uuid: &str) -> (Option<String>, BTreeMap<u32, String>) {
     let to_reset = || parts.to_reset.get(&plan.gpu.id().to_string()).map(|error| needs_reset(plan, error));
     if let Some(reason) = plan.unusable().or_else(to_reset).or_else(|| in_the_way(uuid, parts)) {
@@ -216,13 +202,12 @@ fn trouble(plan: &GpuPlan, parts: &Parts<'_>, uuid: &str) -> (Option<String>, BT
             };
             let unserved: BTreeMap<u32, String> = (0..plan.slices()).filter_map(why).collect();
             let is_served = (0..plan.slices()).any(|ordinal| !unserved.contains_key(&ordinal));
-            // The GPU itself has an empty reason: each slice has its own reason in `unserved`.
+            // The reason of the GPU itself is empty, since each slice has its own reason in `unserved`.
             ((!is_served).then(String::new), unserved)
         }
     }
 }
 
-/// The reason why a GPU takes no new client before a reset. The present clients of the GPU go on.
 fn needs_reset(plan: &GpuPlan, error: &str) -> String {
     format!(
         "the GPU takes no new client before a reset: {error}; when its clients have ended, stop the service \
@@ -232,7 +217,6 @@ fn needs_reset(plan: &GpuPlan, error: &str) -> String {
     )
 }
 
-/// The reason why a control daemon does not serve a GPU as planned.
 fn trouble_of(status: &Status, uuid: &str) -> Option<String> {
     Some(match status.shown.unserved(uuid)? {
         Unserved::Because(reason) => reason.to_owned(),
@@ -245,9 +229,8 @@ fn trouble_of(status: &Status, uuid: &str) -> Option<String> {
     })
 }
 
-/// Facts about a served GPU that an administrator should know.
 fn worth_knowing(plan: &GpuPlan, serving: &[(&Status, &ServedGpuView)]) -> String {
-    // Several control daemons of one GPU report the same bypasses, so the first report is enough.
+    // All control daemons of a GPU report the same bypasses, so the first report is enough.
     let bypassed = serving.iter().find_map(|(status, _)| used_without_us(status, plan.gpu.uuid()?));
     // A full GPU is not unhealthy, since all its clients are served.
     let full = serving.iter().map(|(_, gpu)| gpu.full.clone());
@@ -256,7 +239,7 @@ fn worth_knowing(plan: &GpuPlan, serving: &[(&Status, &ServedGpuView)]) -> Strin
     bypassed.into_iter().chain(full).chain(warnings).collect::<Vec<_>>().join("; ")
 }
 
-/// The slices that are full, if each has its own control daemon: other slices of the GPU may take clients.
+/// The full slices, if each slice has its own control daemon. Other slices of the GPU may still take clients.
 fn full_slices(plan: &GpuPlan, serving: &[(&Status, &ServedGpuView)]) -> BTreeMap<u32, String> {
     let full = serving.iter().filter(|(_, gpu)| plan.isolation == Isolation::Slice && !gpu.full.is_empty());
     let full =
@@ -264,7 +247,7 @@ fn full_slices(plan: &GpuPlan, serving: &[(&Status, &ServedGpuView)]) -> BTreeMa
     full.collect()
 }
 
-/// Counts all clients of a GPU. If NVML lists no clients, only their number is known, from the control daemon.
+/// Counts the clients of a GPU. If NVML does not list them, the control daemon gives only their number.
 fn in_use(parts: &Parts<'_>, uuid: &str, serving: &[(&Status, &ServedGpuView)]) -> Option<InUse> {
     let listed = parts.uses.get(uuid).and_then(|in_use| in_use.all);
     listed.or_else(|| {
@@ -278,7 +261,6 @@ fn drained(plan: &GpuPlan, drained: &Drained) -> BTreeSet<u32> {
     (0..plan.slices()).filter(|ordinal| drained.has(plan.slice(*ordinal))).collect()
 }
 
-/// The names of the bindings of each slice that is bound.
 fn bound(plan: &GpuPlan, bindings: &Bindings) -> BTreeMap<u32, BoundSlice> {
     let mut all: BTreeMap<u32, Vec<&Binding>> = BTreeMap::new();
     for one in bindings.iter() {
@@ -294,7 +276,6 @@ fn bound(plan: &GpuPlan, bindings: &Bindings) -> BTreeMap<u32, BoundSlice> {
     all.into_iter().map(|(ordinal, bindings)| (ordinal, shown(bindings))).collect()
 }
 
-/// Joins the first [`NAMES`] names to a text, and says how many names are left out.
 fn first_of(names: &[&str]) -> String {
     let (first, others) = names.split_at(names.len().min(NAMES));
     let others = if others.is_empty() { String::new() } else { format!(" and {} more", others.len()) };
@@ -317,15 +298,16 @@ fn unlinked(plan: &GpuPlan, status: &Status) -> BTreeMap<u32, String> {
     (0..plan.slices()).filter_map(why).collect()
 }
 
-/// True while a supervisor sets the limits of a GPU. The GPU is not served for some milliseconds while the limits are set, which
-/// is no problem to report.
+/// True while a supervisor sets the limits of a GPU. The GPU is then not served for some milliseconds, which is no problem to
+/// report.
 fn being_set(parts: &Parts<'_>, gpu: &GpuView) -> bool {
     let is_being_set =
         |(status, _): (&Status, _)| status.shown.unserved(gpu.uuid()) == Some(Unserved::BeingSet);
     served(parts, gpu.uuid()).any(is_being_set) && gpu.plan.obstacles.is_empty()
 }
 
-/// Names the first GPU with a slice that is not served, or the first control daemon without a link in its pipe directory.
+/// Gives the reason for the first slice that is not served, or for the first pipe directory without a link to its control
+/// daemon.
 fn astray(parts: &Parts<'_>, gpus: &[Arc<GpuView>]) -> Option<String> {
     let pipe = |status: &Status| {
         Some(format!(
@@ -337,12 +319,10 @@ fn astray(parts: &Parts<'_>, gpus: &[Arc<GpuView>]) -> Option<String> {
     set.find_map(|gpu| gpu.unserved()).or_else(|| parts.moment.statuses.iter().find_map(pipe))
 }
 
-/// The control daemons that should serve a GPU, each with its status of the GPU.
 fn served<'a>(parts: &Parts<'a>, uuid: &str) -> impl Iterator<Item = (&'a Status, &'a ServedGpuView)> {
     parts.moment.statuses.iter().filter_map(move |status| Some((status, status.shown.gpus.get(uuid)?)))
 }
 
-/// Names the processes that use a GPU without a server of the control daemon. None if there is no such process.
 fn used_without_us(status: &Status, uuid: &str) -> Option<String> {
     let mut bypasses = status.bypasses_on(uuid).peekable();
     bypasses.peek()?;
@@ -352,7 +332,6 @@ fn used_without_us(status: &Status, uuid: &str) -> Option<String> {
     ))
 }
 
-/// The first GPU that programs use without an MPS server of this service.
 fn bypassed(parts: &Parts<'_>, gpus: &[Arc<GpuView>]) -> Option<String> {
     gpus.iter().find_map(|view| {
         let used = served(parts, view.uuid()).find_map(|(status, _)| used_without_us(status, view.uuid()))?;
@@ -366,7 +345,7 @@ fn said_by(status: &Status) -> String {
         "" => String::new(),
         reason => format!(": {reason}"),
     };
-    // "is backoff" is no English, so the text says "is in backoff". The other states are adjectives, such as "is ready".
+    // The text says "is in backoff", since "is backoff" is no English. The other states are adjectives, such as "is ready".
     let within = if view.state == ControlDaemonState::Backoff { "in " } else { "" };
     format!("control daemon {id} is {within}{state}{reason}", id = view.id, state = view.state)
 }
@@ -382,7 +361,6 @@ fn in_the_way(uuid: &str, parts: &Parts<'_>) -> Option<String> {
     Some(format!("control daemon {id} still has the GPU: {reason}"))
 }
 
-/// The reason why the control daemon that should have a GPU has not started, in words.
 fn not_begun(uuid: &str, parts: &Parts<'_>) -> String {
     let plans = parts.plan.map(|plan| plan.control_daemons.as_slice()).unwrap_or_default();
     let its_plan = plans.iter().find(|one| one.gpus.iter().any(|gpu| gpu.uuid == uuid));
@@ -399,7 +377,6 @@ fn not_begun(uuid: &str, parts: &Parts<'_>) -> String {
     waits.unwrap_or_else(|| "no control daemon has started for the GPU yet".to_owned())
 }
 
-/// Names the first configured GPU that the host does not have, and says how many more there are.
 fn missing(parts: &Parts<'_>) -> Option<String> {
     let missing = parts.plan.ok()?.missing.as_slice();
     let first = missing.first()?;
@@ -410,8 +387,8 @@ fn missing(parts: &Parts<'_>) -> Option<String> {
     Some(format!("{}{more}", first.problem))
 }
 
-/// The state of the service, and the reason for it. Drained slices do not count: a host that an administrator has
-/// drained has no problem, and its present clients are served.
+/// The state of the service, and the reason for it. Drained slices do not make the state worse: the drain is intended, and
+/// their present clients are served.
 fn state(parts: &Parts<'_>, gpus: Option<&[Arc<GpuView>]>) -> (State, String) {
     if parts.stopping {
         return (State::Stopping, String::new());
@@ -448,8 +425,8 @@ fn state(parts: &Parts<'_>, gpus: Option<&[Arc<GpuView>]>) -> (State, String) {
             (problem, _) => (State::Degraded, problem.to_owned()),
         };
     }
-    // A server that can't open one of its GPUs serves none of them. So the reason why the server can't open this GPU is also the
-    // reason why its other GPUs are not served.
+    // A server that can't open one of its GPUs serves none of them. So the state names a GPU that the server can't open first,
+    // since it is the reason for the other GPUs too.
     let keeps_server_out =
         |gpu: &&Arc<GpuView>| served(parts, gpu.uuid()).any(|(_, gpu)| gpu.server_kept_out);
     let mut unhealthy = gpus.iter().filter(unserved);
@@ -470,8 +447,8 @@ fn state(parts: &Parts<'_>, gpus: Option<&[Arc<GpuView>]>) -> (State, String) {
     }
 }
 
-/// Returns true if a GPU that is not served needs no administrator: the service waits for the clients of another control daemon,
-/// or for something that starts late; or a server recovers from a fatal GPU error.
+/// True if a GPU that is not served needs no administrator. Either the service waits for clients of another control daemon, or
+/// for something that starts late. Or a server recovers from a fatal GPU error.
 fn goes_on_as_planned(parts: &Parts<'_>, uuid: &str) -> bool {
     parts.moment.held.contains_key(uuid)
         || served(parts, uuid).any(|(status, _)| status.shown.goes_on_as_planned(parts.moment.now))
@@ -484,7 +461,7 @@ fn last_events(parts: &Parts<'_>) -> Events {
     events.into_iter().cloned().collect()
 }
 
-/// The unit's status line.
+/// The line that `systemctl status` shows for the service.
 pub(crate) fn status_line(snapshot: &Snapshot) -> String {
     let gpus = snapshot.gpus.as_deref().unwrap_or_default();
     let slices = snapshot.slices().filter(|(gpu, ordinal)| gpu.slice_healthy(*ordinal)).count();

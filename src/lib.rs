@@ -1,6 +1,6 @@
 //! yunion-mps-daemon serves NVIDIA GPUs through MPS and exposes their slices as virtual devices on D-Bus.
 //!
-//! The way of the data, in one direction only:
+//! Data flows in one direction only:
 //!
 //! ```text
 //! host.conf, host_local.conf, host_container_device.yml         host: NVML, /sys, pci.ids
@@ -19,10 +19,10 @@
 //!                      D-Bus objects and signals, the unit's status line, CDI spec
 //! ```
 //!
-//! The way begins in the crate `common`, which has the configuration, the host and the plan, and everything else that
-//! yunion-mpsctl needs too. The crate `mps_core` makes the decisions, and can't use any code that acts on the host. The modules
-//! stand on floors, and a module uses only modules on lower floors. `tests/it/structure.rs` checks this rule in all crates, and a
-//! second rule: a library, or /proc, is named in one module alone.
+//! The crate `common` has the configuration, the host and the plan, and everything else that yunion-mpsctl needs too. The crate
+//! `mps_core` makes the decisions, and can't use any code that acts on the host. Each module has a floor, and uses only modules
+//! on lower floors. `tests/it/structure.rs` checks this rule in all crates, and a second rule: only one module may name a
+//! library, or /proc.
 //!
 //! | floor | module | its job |
 //! |---|---|---|

@@ -1,5 +1,5 @@
-//! The messages on which an administrator acts. Each kind has its own `MESSAGE_ID` in the journal. By the `MESSAGE_ID`,
-//! `journalctl -x` finds an explanation (`packaging/journal`), and an alert finds the message.
+//! The messages on which an administrator acts. Each kind has its own `MESSAGE_ID` in the journal. `journalctl -x` finds an
+//! explanation by this id (`packaging/journal`), and alerts find the message.
 
 use std::fmt::Display;
 
@@ -7,8 +7,8 @@ use tracing::Level;
 
 use common::published::events::Event;
 
-/// A kind of message, with its own `MESSAGE_ID`. An id never changes, since catalogs of other versions and the alerts
-/// of administrators use it.
+/// A kind of message. Its `MESSAGE_ID` must never change, since the catalogs of other versions and the alerts of administrators
+/// use it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Message {
     /// Every configured GPU is served.
@@ -17,55 +17,42 @@ pub(crate) enum Message {
     ServiceDegraded,
     /// No GPU is served.
     ServiceFailed,
-    /// A reload was refused.
     ConfigurationRefused,
-    /// A configured GPU can't be served in its present state, or is missing.
+    /// A configured GPU is missing, or can't be served in its present state.
     GpuNotServed,
     /// The driver does not list a GPU that is served.
     GpuUnreachable,
-    /// A critical error of a GPU (Xid).
     CriticalError,
-    /// A server has met a fatal GPU error.
     ServerFault,
     /// The clients that a fatal GPU error has hit.
     ClientsHit,
-    /// A server has ended, or did not start.
     ServerFailed,
     /// A control daemon has died, or could not be started. The service tries again.
     ControlDaemonFailed,
-    /// A control daemon can't be started or replaced before something else has ended or changed.
+    /// A control daemon can't be started or replaced until something else changes, such as the end of its clients.
     ControlDaemonWaits,
-    /// A process uses a GPU without MPS.
     Bypass,
-    /// A slice is over its budget.
     OverBudget,
     /// Clients have lost their work because their slice was over its budget.
     CutBack,
     /// A stop, a change, or the end of a control daemon ends the work of clients.
     ClientsEnd,
-    /// A compute mode could not be restored.
     ComputeModeStays,
 }
 
-/// The control daemon, server, GPU and slice that a message is about. Each known value is a field of the message in the journal.
+/// The things that a message is about. Each known value becomes a field of the message in the journal.
 #[derive(Debug, Clone, Copy, Default)]
 pub(crate) struct Subject<'a> {
-    /// The id of the control daemon that the message is about.
     pub(crate) control: Option<&'a str>,
-    /// The PID of the server that the message is about.
     pub(crate) server: Option<u32>,
-    /// The ordinal of the GPU in its control daemon.
+    /// The number of the GPU among the GPUs of its control daemon, from 0.
     pub(crate) ordinal: Option<usize>,
-    /// The UUID of the GPU.
     pub(crate) gpu: Option<&'a str>,
-    /// The name of the slice.
     pub(crate) slice: Option<&'a str>,
-    /// The number of the critical error.
     pub(crate) xid: Option<u64>,
 }
 
 impl<'a> Subject<'a> {
-    /// The subject of a message about the GPU with this UUID.
     pub(crate) fn gpu(uuid: &'a str) -> Self {
         Self { gpu: Some(uuid), ..Self::default() }
     }
@@ -115,7 +102,6 @@ impl Message {
         }
     }
 
-    /// Makes the event that is published for a message of this kind.
     pub(crate) fn event(self, text: String) -> Event {
         let fault = matches!(
             self,
@@ -128,7 +114,7 @@ impl Message {
         Event { fault, ..Event::now(text) }
     }
 
-    /// Logs a line about one of the clients in a message, so that the client can be found by its PID.
+    /// Logs a line about one client of a message. So `journalctl` finds the client by its PID.
     pub(crate) fn log_client(about: Subject<'_>, client: u32, text: impl Display) {
         tracing::info!(
             mps_control = about.control,
@@ -139,9 +125,8 @@ impl Message {
         );
     }
 
-    /// Logs a message of this kind.
     pub(crate) fn log(self, about: Subject<'_>, text: impl Display) {
-        // `tracing::event!` needs a constant level, so a macro repeats the call for each level.
+        // `tracing::event!` needs a constant level, so the macro repeats the call for each level.
         macro_rules! event {
             ($level:ident) => {
                 tracing::event!(
@@ -189,7 +174,7 @@ mod tests {
         Message::ComputeModeStays,
     ];
 
-    /// docs/journal.md has each kind of message with the priority to which `tracing_journald` translates its level.
+    /// The table in `docs/journal.md` has each kind of message, with the priority that `tracing_journald` gives its level.
     #[test]
     fn the_page_has_each_kind_with_its_priority() {
         let page = include_str!("../docs/journal.md");

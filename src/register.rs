@@ -1,8 +1,9 @@
-//! Looks at clients, and keeps the register of them (`mps_core::register`). One task looks at clients for all callers:
-//! clients that come together share a look, and no part of a look runs on the main loop's thread. A caller that needs facts
-//! which the register does not have waits for the next look, which takes microseconds. A process that is stuck in the driver
-//! also blocks the thread that reads its memory, so the read of memory in a look has a deadline for each process; an answer
-//! that comes after the deadline still gets into the register.
+//! The register of clients (`mps_core::register`), and the task that examines clients for it. The task examines several new
+//! clients together, on threads other than the main loop's. A caller that needs facts about a client waits for the next
+//! examination, which takes microseconds.
+//!
+//! The kernel can block a thread that reads the memory of a process, if the process is stuck in the driver. So such a read has
+//! a deadline. An answer after the deadline still gets into the register.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
@@ -21,18 +22,17 @@ use common::host::blocking::Blocking;
 use common::host::identity;
 use common::membership::{ProcessSight, SliceMounts, Slices};
 
-/// The time for which a caller waits for a look at processes without their memory. Such a look takes microseconds, but the
-/// host agent's records of containers can be many, or half-written.
+/// The longest wait for the part of an examination that does not read memory. It usually takes microseconds. But the host agent
+/// may have many records of containers, or half-written ones.
 const PATIENCE: Duration = Duration::from_secs(10);
 
-/// The time for which a look waits for the environment of one process. The environment is in the memory of the process, so a
-/// read of it can hang.
+/// The longest wait for the environment of one process. The environment is in the memory of the process, so a read of it can
+/// hang.
 const MEMORY_PATIENCE: Duration = Duration::from_secs(5);
 
-/// The most processes whose memory is read at a time.
 const QUESTIONS: usize = 32;
 
-/// The register of clients, for all parts of the service that read it. All clones share one register.
+/// All clones share one register.
 #[derive(Debug, Clone)]
 pub(crate) struct Clients(Arc<Lookout>);
 
@@ -48,11 +48,10 @@ struct Lookout {
 #[derive(Debug)]
 struct LookedAt {
     register: Register,
-    /// The slices to which the register assigns clients.
     slices: Slices,
 }
 
-/// The numbers of the looks that have begun, and the numbers of the looks that are still under way.
+/// The state of the examinations, which are numbered from 1. Several examinations can run at the same time.
 #[derive(Debug, Default)]
 struct Looks {
     is_wanted: bool,
@@ -61,14 +60,14 @@ struct Looks {
 }
 
 impl Looks {
-    /// Returns whether the look with this number and all looks before it have ended.
+    /// True if the examination with this number and all examinations before it have ended.
     fn have_ended(&self, number: u64) -> bool {
         self.begun >= number && self.under_way.range(..=number).next().is_none()
     }
 }
 
-/// A look at one process, and its answer. When a [`Question`] is dropped, the register gets the answer, or learns that
-/// there is no answer.
+/// A process to examine, and the facts that were found. When a [`Question`] is dropped, the register gets the facts, or learns
+/// that there are none.
 struct Question {
     clients: Clients,
     process: ProcessId,
@@ -92,7 +91,6 @@ impl Drop for Question {
 }
 
 impl Clients {
-    /// Makes an empty register, and starts the task that looks at clients.
     pub(crate) fn new() -> Self {
         let known = LookedAt { register: Register::default(), slices: Slices::default() };
         let clients = Self(Arc::new(Lookout {
@@ -105,8 +103,7 @@ impl Clients {
         clients
     }
 
-    /// Sets the slices to which the register assigns clients. The slices of a client that the register knows may change
-    /// with this call.
+    /// Sets the slices to which the register assigns clients. If the slices have changed, all clients are examined again.
     pub(crate) fn pursue(&self, slices: Slices) {
         let mut known = self.known();
         if known.slices != slices {
@@ -116,13 +113,12 @@ impl Clients {
         }
     }
 
-    /// The slices to which the register assigns clients.
     pub(crate) fn slices(&self) -> Slices {
         self.known().slices.clone()
     }
 
-    /// Takes note of a line of a control daemon's log. The register looks at a client as soon as the log reports it, since
-    /// the client may not live long.
+    /// Updates the register from a line of a control daemon's log. A new client is examined at once, since it may not live
+    /// long.
     pub(crate) fn observe(&self, daemon: &DaemonId, meaning: &Meaning) {
         let now = self.0.begun.elapsed();
         match meaning {
@@ -144,12 +140,10 @@ impl Clients {
         }
     }
 
-    /// Takes note that a control daemon runs no more: all its clients have left.
     pub(crate) fn all_left(&self, daemon: &DaemonId) {
         self.known().register.all_left(daemon);
     }
 
-    /// Takes note of the list of clients of a control daemon. Each client has its GPUs as far as they are known.
     pub(crate) fn are(&self, daemon: &DaemonId, listed: BTreeMap<u32, BTreeSet<GpuUuid>>) {
         let processes = listed.into_iter().filter_map(|(pid, gpus)| Some((identity::read(pid).ok()?, gpus)));
         let (processes, now) = (processes.collect(), self.0.begun.elapsed());
@@ -158,27 +152,25 @@ impl Clients {
         self.wake(&known);
     }
 
-    /// The processes that are clients, each with its control daemon and its GPUs as far as they are known.
     pub(crate) fn served(&self) -> Vec<(DaemonId, ProcessId, BTreeSet<GpuUuid>)> {
         self.known().register.served()
     }
 
-    /// Returns whether a control daemon has clients.
     pub(crate) fn has_clients(&self, daemon: &DaemonId) -> bool {
         self.known().register.has_clients(daemon)
     }
 
-    /// The clients of a control daemon that have not lost their work to a fatal GPU error.
+    /// The clients that have not lost their work to a fatal GPU error.
     pub(crate) fn at_work(&self, daemon: &DaemonId) -> Vec<u32> {
         self.known().register.at_work(daemon)
     }
 
-    /// Makes the register's task look at the processes with these PIDs, unless they are known. The caller does not wait.
+    /// Has the processes with these PIDs examined, unless the register knows them. The call does not wait.
     pub(crate) fn want(&self, pids: impl IntoIterator<Item = u32>) {
         self.want_all(&running(pids));
     }
 
-    /// Makes the register's task look at all clients again. The caller does not wait.
+    /// Has all clients examined again. The call does not wait.
     pub(crate) fn want_anew(&self) {
         let mut known = self.known();
         let all = known.register.processes();
@@ -192,13 +184,13 @@ impl Clients {
         self.wake(&known);
     }
 
-    /// Looks at these processes unless they are known, and returns what is known of the processes that run.
+    /// Examines these processes, unless the register knows them. Returns the facts about the processes that still run.
     pub(crate) async fn look_up(&self, processes: &[ProcessId]) -> BTreeMap<u32, KnownClient> {
         self.want_all(processes);
         self.looked_at(processes).await
     }
 
-    /// Looks at the processes with these PIDs again, even if they are known.
+    /// Examines the processes with these PIDs, even if the register knows them.
     pub(crate) async fn look_up_anew(
         &self,
         pids: impl IntoIterator<Item = u32>,
@@ -228,25 +220,22 @@ impl Clients {
         processes.iter().filter_map(its).collect()
     }
 
-    /// All that is known of a process, which may have ended.
     pub(crate) fn get(&self, process: ProcessId) -> KnownClient {
         let known = self.known();
         let client = known.register.get(process.pid).filter(|client| client.process == process);
         client.cloned().unwrap_or_else(|| KnownClient::only(process))
     }
 
-    /// All that is known of the client that had this PID last. The process of that client may have ended.
+    /// The known facts about the last client that had this PID. The client may have ended.
     pub(crate) fn last_with(&self, pid: u32) -> KnownClient {
         let client = self.known().register.get(pid).cloned();
         client.unwrap_or_else(|| KnownClient::only(ProcessId { pid, start_time: 0 }))
     }
 
-    /// Returns whether all facts about a process are known.
     pub(crate) fn has_found(&self, process: ProcessId) -> bool {
         self.known().register.has_found(process)
     }
 
-    /// The client that had this PID last, in words.
     pub(crate) fn describe(&self, pid: u32) -> String {
         self.known().register.describe(pid)
     }
@@ -255,7 +244,6 @@ impl Clients {
         self.0.known.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Makes the task begin the next look if the register needs one.
     fn wake(&self, known: &LookedAt) {
         if known.register.wants_look() {
             self.0.looks.send_modify(|looks| looks.is_wanted = true);
@@ -270,8 +258,8 @@ impl Clients {
             let clients = self.clone();
             let first = kernel.ask(PATIENCE, move || clients.look(&slices, questions)).await;
             let clients = self.clone();
-            // The memory of processes is read in a separate task, since such a read can take long. Callers that do not
-            // need the memory go on, and the next look at clients can begin.
+            // A read of memory can take long, so a separate task makes it. Meanwhile callers that do not need the memory go on,
+            // and the next examination can begin.
             tokio::spawn(async move {
                 clients.look_at_memory(first.unwrap_or_default()).await;
                 clients.0.looks.send_modify(|looks| _ = looks.under_way.remove(&number));
@@ -292,8 +280,8 @@ impl Clients {
         (number, known.slices.clone(), questions)
     }
 
-    /// Looks at these processes, but not at their memory. Returns the processes whose environment has to be read too,
-    /// since the environment decides about their slices.
+    /// Examines these processes without reading their memory. Returns the processes whose environment decides about their
+    /// slices. The environment has to be read too.
     fn look(&self, slices: &Slices, questions: Vec<Question>) -> Vec<(Question, KnownClient, ProcessSight)> {
         self.make_room();
         let host = SliceMounts::find(slices);
@@ -318,15 +306,14 @@ impl Clients {
 
     async fn look_at_memory(&self, open: Vec<(Question, KnownClient, ProcessSight)>) {
         let mut asked = JoinSet::new();
-        // Each process is looked at by a task of its own: a process whose memory can't be read for a while does not delay the
-        // looks at other processes.
+        // Each process has a task of its own. A process whose memory can't be read for a while does not delay the others.
         for (mut question, client, sight) in open {
             let kernel = self.0.memory.clone();
             asked.spawn(async move {
                 let look = move || {
                     let slices = sight.slices(question.process.pid);
-                    // If the process has ended meanwhile, another process may have had its PID during the look. The result of
-                    // a look at a process that has ended is dropped.
+                    // If the process has ended meanwhile, another process may have had its PID during the read. So the result
+                    // is dropped.
                     let runs = identity::read(question.process.pid).ok() == Some(question.process);
                     if let Ok(slices) = slices
                         && runs
@@ -342,7 +329,7 @@ impl Clients {
 
     fn make_room(&self) {
         if self.known().register.is_full() {
-            // The register is not locked while the kernel is asked which processes still run, so that no other caller waits.
+            // The register is not locked while the kernel is asked which processes run, so that other callers do not wait.
             let ended = self.known().register.processes().into_iter().filter(|one| !identity::runs(*one));
             let ended: BTreeSet<ProcessId> = ended.collect();
             self.known().register.make_room(|process| !ended.contains(&process));
@@ -350,7 +337,6 @@ impl Clients {
     }
 }
 
-/// The processes that run with these PIDs, each once.
 fn running(pids: impl IntoIterator<Item = u32>) -> Vec<ProcessId> {
     let pids: BTreeSet<u32> = pids.into_iter().collect();
     pids.into_iter().filter_map(|pid| identity::read(pid).ok()).collect()
@@ -400,7 +386,7 @@ mod tests {
         }
         let begun = clients.0.looks.borrow().begun;
         assert!(begun <= 8, "{begun} looks");
-        // Processes that are known already cause no new look.
+        // Processes that the register knows cause no new examination.
         let own = identity::read(own).unwrap();
         clients.look_up(&[own]).await;
         assert_eq!(clients.0.looks.borrow().begun, begun);

@@ -1,4 +1,4 @@
-//! Binds control groups to slices for root, before their programs run or while they do.
+//! Binds control groups to slices, for root and for containers in the host agent's records.
 
 use std::io;
 use std::sync::Arc;
@@ -21,12 +21,11 @@ use common::published::container::{ChosenSlice, none_named};
 use common::published::free;
 use common::published::snapshot::Snapshot;
 
-/// The time between two checks of the control groups that are bound.
 const LOOK_PERIOD: Duration = Duration::from_secs(5);
 
 impl Daemon {
-    /// Binds a control group to slices, and answers with the names of the slices. The answer comes when the binding is saved and
-    /// published, and the kernel enforces the memory limit if it can: a program may start right after the answer.
+    /// Binds a control group to slices, and answers with the names of the slices. Before the answer the binding is saved and
+    /// published, and the kernel enforces the memory limit if it can. A program may start right after the answer.
     pub(super) fn bind(&mut self, wanted: &WantedBinding, reply: Reply<Vec<String>>) {
         let bound = self.bound(wanted);
         let tried = self.limit_keeper.tried();
@@ -42,9 +41,9 @@ impl Daemon {
         let (ended, slices) = {
             let snapshot = self.snapshot.borrow();
             let named: Vec<DeviceName> = match &wanted.slices {
-                // A shared slice excludes no control group, so no old binding has to end first. Looking for ended bindings would
-                // also be slow: a shared slice may have thousands of bindings, and the service reads files of the kernel for each
-                // binding.
+                // A shared slice excludes no control group, so no old binding has to end first. A search for ended bindings
+                // would be slow: a shared slice may have thousands of bindings, and the service reads kernel files for each of
+                // them.
                 _ if wanted.shares => Vec::new(),
                 WantedSlices::All(names) => {
                     names.iter().filter_map(|name| Some(snapshot.find(name)?.1)).collect()
@@ -68,9 +67,9 @@ impl Daemon {
         Ok(names)
     }
 
-    /// Binds a container to its slice in the host agent's records, or to the first free slice of the GPU in the records. The
-    /// container keeps the chosen slice while its control group exists, even over restarts of the service: no record says which
-    /// slice the container got.
+    /// Binds a container to the slice in the host agent's records. If the records name a GPU, the container gets the first free
+    /// slice of the GPU. No record says which slice that is, so the binding lasts as long as the control group, even over
+    /// restarts of the service.
     pub(super) fn bind_recorded(&mut self, container: RecordedContainer, device: DeviceName) {
         if let Err(error) = self.bound_recorded(container, device) {
             tracing::debug!("a container in the host agent's records can't be bound to {device}: {error}");
@@ -89,10 +88,9 @@ impl Daemon {
         let slice = {
             let snapshot = self.snapshot.borrow();
             match snapshot.find(&device.to_string()) {
-                // The host agent's records name this slice, so the control group gets the slice even if it is drained: the
-                // container of the control group has the slice already.
+                // The records name this slice, so the container has it already. The control group is bound to the slice even if
+                // the slice is drained.
                 Some((_, DeviceName::Slice(slice))) => slice,
-                // The records name a GPU, so the control group gets any free slice of it.
                 _ => {
                     let asker =
                         Asker { control_group: Some(&group.path), by: BoundBy::Platform, shares: false };
@@ -112,7 +110,7 @@ impl Daemon {
         Ok(())
     }
 
-    /// Ends the binding of a control group. The processes in the control group go on.
+    /// The processes in the control group go on.
     pub(super) fn unbind(&mut self, group: &GroupOf, reply: Reply<()>) {
         let _ = reply.send(self.unbound(group));
     }
@@ -126,8 +124,8 @@ impl Daemon {
         }
     }
 
-    /// Removes the bindings whose control groups have ended. The kernel does not report when a process leaves a control group, so
-    /// the service repeats this check while there are bindings.
+    /// Removes the bindings whose control groups have ended. The kernel does not report when a process leaves a control group,
+    /// so the service repeats this search while there are bindings.
     pub(super) fn end_bindings(&mut self) {
         let before = Arc::clone(self.state_file.lock().bindings());
         let mut bindings = Bindings::clone(&before);
@@ -137,8 +135,8 @@ impl Daemon {
             return;
         }
         if let Err(error) = self.state_file.lock().set_bindings(bindings) {
-            // The state file still has the ended bindings. The next service reads these bindings and ends them again, since their
-            // control groups have no process.
+            // The state file still has the ended bindings. The next service ends these bindings again, since their control
+            // groups have no process.
             tracing::warn!(
                 "the bindings of ended control groups can't be removed from the state file: {error}"
             );
@@ -173,13 +171,12 @@ impl Daemon {
     }
 }
 
-/// The present time, in seconds since the host was started.
+/// The present time, in seconds since the boot.
 fn now() -> u64 {
     proc::uptime().unwrap_or_default().as_secs()
 }
 
-/// Ends bindings that prevent the binding of `group` to a wanted slice, if no process uses their control groups any
-/// more.
+/// Ends bindings that prevent the binding of `group` to a wanted slice, if no process uses their control groups any more.
 fn make_way(bindings: &mut Bindings, group: &ControlGroup, wanted: &[DeviceName]) -> Vec<Arc<Binding>> {
     let is_wanted = |slice: &SliceId| {
         wanted.contains(&DeviceName::Slice(*slice)) || wanted.contains(&DeviceName::Gpu(slice.gpu))
@@ -231,7 +228,6 @@ fn find(group: &GroupOf) -> Result<ControlGroup, RequestError> {
     })
 }
 
-/// Chooses the slices to which a control group will be bound.
 fn slices(
     snapshot: &Snapshot,
     wanted: &WantedSlices,

@@ -1,4 +1,4 @@
-//! The limits of slices: the watch over budgets, the kernel's memory limits, and their messages.
+//! The part of the main loop for the limits of slices: it watches budgets, has the kernel enforce memory limits, and reports.
 
 use super::requests::Finished;
 use super::{Daemon, FAULTS};
@@ -8,22 +8,20 @@ use crate::tenants::budgets::{GpuBudget, LoopEvent};
 use common::plan::Plan;
 
 impl Daemon {
-    /// Watches the budgets of the slices in this plan, and has the kernel enforce the memory limits of bound control groups.
     pub(super) fn keep_limits(&mut self, plan: &Plan) {
         self.keep_kernel_limits(plan);
         self.keep_budgets(plan);
     }
 
-    /// Watches the budgets of the slices in this plan.
     pub(super) fn keep_budgets(&mut self, plan: &Plan) {
-        // With a new plan or binding, a client may belong to another slice than before, so the register of clients gets the
-        // new slices first.
+        // With a new plan or binding, a client may belong to another slice than before. So the register of clients gets the new
+        // slices first.
         self.fleet.clients().pursue(self.fleet.slices());
         let on_overuse = self.settings.on_overuse;
         self.budgets.pursue(plan.gpus.iter().filter_map(|gpu| GpuBudget::from_plan(gpu, on_overuse)));
     }
 
-    /// Looks at the clients of all GPUs. The answer comes when the clients and their memory are published.
+    /// The answer comes when the present clients of all GPUs and their memory are published.
     pub(super) fn look_at_clients(&mut self, reply: Reply<()>) {
         let looked = self.budgets.look_now();
         self.requests.beside.spawn(async move {
@@ -32,7 +30,6 @@ impl Daemon {
         });
     }
 
-    /// Handles an event of the tasks that watch over budgets: reports the event, or answers the question in it.
     pub(super) fn handle(&mut self, event: LoopEvent) {
         match event {
             LoopEvent::CriticalError(uuid, error) => self.met(&uuid, error),
@@ -43,8 +40,7 @@ impl Daemon {
                 self.tell_of_slice(Message::OverBudget, &slice, text);
                 // The new state is published before the signal, so that a program that receives the signal reads the new state.
                 self.settle();
-                // At most half of the queue of signals is for signals about overuse, so that signals about faults always have
-                // room.
+                // Signals about overuse fill at most half of the queue, so that signals about faults always have room.
                 if self.signals.capacity() <= FAULTS || self.signals.try_send(signal).is_err() {
                     tracing::debug!(
                         "the D-Bus signal OverUse of {slice} is not sent, since too many signals wait"

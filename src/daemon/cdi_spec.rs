@@ -1,5 +1,4 @@
-//! Updates the CDI spec when the Snapshot changes. The CDI spec is the only file that the service writes for container
-//! engines.
+//! Updates the CDI spec when the Snapshot changes. The CDI spec is the only file that the service writes for container engines.
 
 use std::path::{Path, PathBuf};
 
@@ -9,13 +8,10 @@ use common::problem::Problem;
 use common::published::cdi;
 use common::published::snapshot::Snapshot;
 
-/// The CDI spec that the service writes, and the last problem with the spec.
 #[derive(Debug)]
 pub(super) struct CdiSpec {
     state_file: SharedStateFile,
-    /// The program that the CDI spec names as its hook, or the reason why the program was not found.
     hooks: Result<PathBuf, Problem>,
-    /// The problem with the spec; empty if there is none.
     pub(super) problem: String,
 }
 
@@ -24,7 +20,7 @@ impl CdiSpec {
         Self { state_file, hooks: beside_this_program(), problem: String::new() }
     }
 
-    /// Writes the spec with the planned slices. Returns a message about the spec, if there is one.
+    /// Writes the spec with the planned slices. Returns a message when a problem with the spec begins, changes or ends.
     pub(super) fn keep(
         &mut self,
         snapshot: &Snapshot,
@@ -48,9 +44,8 @@ impl CdiSpec {
         directory: Option<&Path>,
         ending: Option<Ending>,
     ) -> Result<(), Problem> {
-        // The spec is not removed while the service stops or does not know its plan yet. An engine that starts a container
-        // before the next service is ready still finds the slice in the spec, and the spec's hook makes the container wait
-        // for the service.
+        // The spec stays while the service stops or has no plan yet. A container engine that starts a container before the next
+        // service is ready finds the slice in the spec. The hook of the spec makes the container wait for the service.
         if ending.is_some() || (snapshot.enabled && snapshot.gpus.is_none()) {
             return Ok(());
         }
@@ -77,8 +72,7 @@ impl CdiSpec {
     }
 }
 
-/// The path of yunion-mpsctl. One package has both yunion-mps-daemon and yunion-mpsctl, so both programs are in the same
-/// directory.
+/// The path of yunion-mpsctl. The package installs yunion-mpsctl and this program in the same directory.
 fn beside_this_program() -> Result<PathBuf, Problem> {
     let own = std::env::current_exe()
         .map_err(|error| format!("the path of this program can't be read: {error}"))?;
@@ -92,8 +86,8 @@ fn beside_this_program() -> Result<PathBuf, Problem> {
     }
 }
 
-/// Records the path of the CDI spec in the state file. If the record can't be saved, the next service does not find
-/// the spec once its directory is not configured any more.
+/// Records the path of the CDI spec in the state file. Without this record, the next service can't remove the spec from a
+/// directory that is not configured any more.
 fn remember(state_file: &mut StateFile, file: Option<PathBuf>) {
     if let Err(error) = state_file.remember_cdi_spec(file) {
         tracing::debug!("the path of the CDI spec can't be saved in the state file: {error}");

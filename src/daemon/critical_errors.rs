@@ -1,4 +1,5 @@
-//! Critical errors of GPUs: they are reported, and a GPU that needs a reset takes no clients until it was reset.
+//! Critical errors (Xid) of GPUs. The service reports them, and a GPU that needs a reset takes no new client until it was
+//! reset.
 
 use mps_core::terms::GpuId;
 
@@ -7,7 +8,6 @@ use crate::message::{Message, Subject};
 use common::host::xid::CriticalError;
 
 impl Daemon {
-    /// Handles a critical error (Xid) that NVML has reported for a GPU.
     pub(super) fn met(&mut self, uuid: &str, error: CriticalError) {
         let planned = self.planned_gpus().iter().find(|gpu| gpu.gpu.uuid() == Some(uuid));
         let gpu = planned.map(|gpu| gpu.gpu.id());
@@ -22,7 +22,6 @@ impl Daemon {
         self.fleet.met_xid(uuid, error.xid);
     }
 
-    /// Takes a GPU out of use for new clients until it was reset.
     fn close(&mut self, gpu: GpuId, error: &CriticalError) {
         let written = self.state_file.lock().remember_reset(gpu, &error.to_string());
         if let Err(error) = written {
@@ -36,8 +35,8 @@ impl Daemon {
         }
     }
 
-    /// Lets GPUs that needed a reset take clients again, since an administrator says that these GPUs work. Returns true if a GPU
-    /// needed a reset.
+    /// Lets all GPUs that needed a reset take clients again. By a reload, an administrator says that these GPUs work. Returns
+    /// true if a GPU needed a reset.
     pub(super) fn forget_resets(&mut self) -> bool {
         let names: Vec<String> = self.state_file.lock().to_reset().keys().cloned().collect();
         if names.is_empty() {

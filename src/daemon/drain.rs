@@ -1,4 +1,4 @@
-//! Drains slices and GPUs for an administrator, and puts them into use again.
+//! Drains slices and GPUs for an administrator, and ends their drain.
 
 use mps_core::terms::{DeviceName, SliceId};
 
@@ -10,8 +10,8 @@ use common::published::container::{no_such_device, not_ready};
 use common::published::snapshot::Snapshot;
 
 impl Daemon {
-    /// Takes the slices and GPUs in `asked` out of use for new clients, or all slices if `asked` is empty. The links of the
-    /// drained slices are removed before the caller gets the answer.
+    /// Drains the slices and GPUs in `asked`, or all slices if `asked` is empty. The links of the drained slices are removed
+    /// before the caller gets the answer.
     pub(super) fn drain(&mut self, asked: &[String], reply: Reply<()>) {
         let mut drained = self.state_file.lock().drained().clone();
         let names = published(&self.snapshot.borrow(), asked, &Drained::default());
@@ -22,8 +22,8 @@ impl Daemon {
         let _ = reply.send(done);
     }
 
-    /// Puts the slices and GPUs in `asked` into use again, or all slices if `asked` is empty. If the control daemon of a slice
-    /// serves, the link of the slice is made before the caller gets the answer.
+    /// Ends the drain of the slices and GPUs in `asked`, or of all slices if `asked` is empty. If the control daemon of a slice
+    /// serves, the slice has its link again before the caller gets the answer.
     pub(super) fn undrain(&mut self, asked: &[String], reply: Reply<()>) {
         let mut drained = self.state_file.lock().drained().clone();
         let named = {
@@ -38,9 +38,8 @@ impl Daemon {
         let _ = reply.send(done);
     }
 
-    /// Saves the list of drained slices, changes the links of the slices and publishes the new state. When a slice is drained,
-    /// the state file is written before the link is removed; when it is put into use again, the link is made before the slice is
-    /// published as served.
+    /// Saves the list of drained slices, changes the links, and publishes the state, in this order. The list is saved first, so
+    /// that a drain survives a crash of the service. A slice is published as served only after its link is made.
     fn change_links(&mut self, drained: Drained, event: String) -> Result<(), RequestError> {
         let changed = *self.state_file.lock().drained() != drained;
         if changed && let Err(error) = self.state_file.lock().set_drained(drained) {
@@ -58,8 +57,8 @@ impl Daemon {
     }
 }
 
-/// Replaces the names that a caller has given by the names that the service publishes. A name that is only in `drained` is
-/// accepted, since the service has published the name before.
+/// Replaces the names of the caller by the names that the service publishes. A name that only `drained` has is accepted, since
+/// the service has published the name before.
 fn published(
     snapshot: &Snapshot,
     asked: &[String],
@@ -78,7 +77,6 @@ fn published(
     asked.iter().map(name).collect()
 }
 
-/// The error about the first slice in `names` that has no link although its GPU is served.
 fn not_served(snapshot: &Snapshot, names: &[DeviceName]) -> Result<(), RequestError> {
     let is_named = |slice: SliceId| {
         let all = [DeviceName::Slice(slice), DeviceName::Gpu(slice.gpu)];

@@ -10,7 +10,6 @@ use common::config::{self, Loaded, Sources};
 use common::plan::{self, GpuPlan, Plan, PlanError};
 use common::problem::LocatedProblem;
 
-/// Writes the message that explains why the service does not start, and returns the exit status.
 pub(super) fn bad_configuration(problems: &[LocatedProblem]) -> ExitCode {
     for problem in problems {
         last_words(&problem.to_string());
@@ -18,7 +17,7 @@ pub(super) fn bad_configuration(problems: &[LocatedProblem]) -> ExitCode {
     ExitCode::from(BAD_CONFIGURATION)
 }
 
-/// Reads the configuration, and logs the problems of a wrong configuration.
+/// If the configuration is refused, this function logs its warnings, and the caller gets its problems.
 pub(super) fn load(sources: &Sources) -> Result<Loaded, Vec<LocatedProblem>> {
     config::load(sources).map_err(|refused| {
         refused.warnings.iter().for_each(|warning| tracing::warn!("{warning}"));
@@ -26,7 +25,6 @@ pub(super) fn load(sources: &Sources) -> Result<Loaded, Vec<LocatedProblem>> {
     })
 }
 
-/// Logs the warnings about a valid configuration.
 pub(super) fn say_findings(loaded: &Loaded) {
     for warning in loaded.warnings.iter().chain(loaded.agent.iter().map(|trouble| &trouble.problem)) {
         tracing::warn!("{warning}");
@@ -40,7 +38,8 @@ pub(super) fn say_findings(loaded: &Loaded) {
     }
 }
 
-/// Logs the findings of a plan that the plan `before` does not have: later looks at the host find the same problems again.
+/// Logs the problems and warnings of a plan that the plan `before` does not have, since each scan of the host finds the same
+/// ones again.
 pub(super) fn say_what_is_new(before: Option<&Plan>, plan: &Plan) {
     let known = |gpu: &GpuPlan| {
         let known = before?.gpus.iter().find(|known| known.gpu.id() == gpu.gpu.id())?;
@@ -65,7 +64,6 @@ pub(super) fn say_what_is_new(before: Option<&Plan>, plan: &Plan) {
     }
 }
 
-/// The reason why there is no plan, in words.
 pub(super) fn why(error: PlanError) -> String {
     match error {
         PlanError::Problems(problems) => join(&problems),
@@ -77,7 +75,6 @@ pub(super) fn why(error: PlanError) -> String {
 /// The most problems that a message names. `--check` names all problems.
 const NAMED_PROBLEMS: usize = 16;
 
-/// Joins problems to one text.
 pub(super) fn join(problems: &[LocatedProblem]) -> String {
     let mut lines: Vec<String> = problems.iter().take(NAMED_PROBLEMS).map(ToString::to_string).collect();
     if let Some(more) = problems.len().checked_sub(NAMED_PROBLEMS).filter(|more| *more > 0) {

@@ -1,5 +1,4 @@
-//! Decides if a new configuration is accepted, from the plan of this configuration. The decision asks no other part of the
-//! service, and changes nothing.
+//! Decides if a new configuration is accepted, from the plan of this configuration. The decision is a pure function.
 
 use super::findings::{join, why};
 use common::bus::error::RequestError;
@@ -7,11 +6,8 @@ use common::config::Settings;
 use common::plan::{Missing, Plan, PlanError};
 use common::problem::LocatedProblem;
 
-/// Returns the plan of a new configuration that is accepted, or the reason why there is no plan yet.
-///
-/// # Errors
-/// The configuration is refused: it is wrong, it probably has a typing error, or it would end the plan that is in
-/// force by mistake.
+/// Returns the plan of a configuration that is accepted, or the reason why there is no plan yet. The outer error refuses the
+/// configuration. It is wrong, or probably has a typing error, or would replace the plan in force by no plan.
 pub(super) fn grant(
     planned: Result<Plan, PlanError>,
     in_force: &Settings,
@@ -30,9 +26,8 @@ pub(super) fn grant(
     }
 }
 
-/// The entries for GPUs that the host does not have, as far as they are new in this configuration: the answer to a
-/// reload names these entries. A GPU that has failed since the last reload is no typing error, and no reason to
-/// refuse another change.
+/// The entries for GPUs that the host does not have, if the entries are new in this configuration: they are probably typing
+/// errors. An older entry may name a GPU that has failed meanwhile, which is no reason to refuse another change.
 fn slips(missing: &[Missing], in_force: &Settings) -> Vec<LocatedProblem> {
     let ours = || in_force.devices.iter().filter(|entry| entry.mps.is_some());
     let known = |path| ours().any(|entry| entry.path.as_ref() == Some(path));
@@ -62,7 +57,6 @@ mod tests {
         Missing { problem, path: DevicePath::Uuid(uuid.to_owned()), certain }
     }
 
-    /// Settings in force that have an entry for this GPU.
     fn with_entry(uuid: &str, is_ours: bool) -> Settings {
         let mps = is_ours.then_some(MpsEntry::with_slices(NonZeroU32::MIN));
         let path = Some(DevicePath::Uuid(uuid.to_owned()));

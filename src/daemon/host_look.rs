@@ -1,4 +1,4 @@
-//! Looks at the host: which GPUs there are, and what NVML reports about them.
+//! Scans the host: finds its GPUs, and asks NVML about them.
 
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -17,49 +17,42 @@ use common::host::nvml::{Driver, GpuQuestions};
 use common::host::proc;
 use common::problem::Problem;
 
-/// The time for which looks at the host are repeated until NVML lists a GPU that is served: one error is no reason to
-/// end the control daemon of this GPU.
+/// Scans of the host are repeated for this time until NVML lists each GPU that is served. A single error of NVML must not end
+/// the control daemon of a GPU.
 const PATIENCE: Duration = Duration::from_secs(5);
 const PAUSE: Duration = Duration::from_millis(500);
 
-/// The time in which a program without MPS that has just started on a GPU should end. If the program runs longer, its GPU is left
-/// out, and the other GPUs are served. A program that was started without MPS while no control daemon ran usually ends soon. A
-/// control daemon that starts without the GPU of such a program has to be restarted later to serve the GPU, after the last client
-/// on its other GPUs has ended. A control daemon that starts with the GPU serves the GPU as soon as the program without MPS ends.
-/// While the control daemon waits for this end, no further program without MPS starts, since a program that finds a control
-/// daemon connects to it.
+/// A program without MPS that was started less than this time ago does not count, since it usually ends soon. If it counted,
+/// the control daemon would start without the GPU of this program. The GPU could join only after a restart of the control
+/// daemon, when its last client has ended. A control daemon that starts with the GPU serves it as soon as the program ends.
+/// Meanwhile no further program starts without MPS, since it finds the control daemon.
 const OF_NEWCOMERS: Duration = Duration::from_secs(10);
 
-/// The longest time that the service waits for one look at the host. The time must be much shorter than the watchdog's time.
+/// The longest wait for one scan of the host. It must be much shorter than the time of the watchdog.
 pub(super) const TIMEOUT: Duration = Duration::from_secs(15);
 
 /// The first and the longest pause after NVML has failed to report critical errors. The pause doubles.
 const FIRST_XID_PAUSE: Duration = Duration::from_secs(1);
 const LAST_XID_PAUSE: Duration = Duration::from_secs(60);
 
-/// Looks at the host. A look at the host uses the driver in force and returns its findings, and changes nothing else.
 #[derive(Debug)]
 pub(super) struct HostLook {
     sysroot: PathBuf,
-    /// The driver in force. None if no driver is in force; the GPUs of the host should be read again in this case.
     in_force: Option<Arc<Driver>>,
-    /// Gets the driver in force, for other parts of the service.
+    /// Other parts of the service get the driver in force through this worker.
     worker: NvmlWorker,
-    /// The questions to the driver in force. None while a look at the host uses these questions.
+    /// The questions to the driver in force. None while a scan uses them.
     nvml: Option<GpuQuestions>,
-    /// The look at the host that has no answer yet, with its beginning. The look at the host goes on, and the next caller gets
-    /// the answer: dropping the answer would close a driver that has just woken all GPUs.
+    /// The scan that has no answer yet, with the time of its beginning. The next caller gets its answer. Dropping the answer
+    /// would close a driver that has just woken all GPUs.
     under_way: Option<(Instant, JoinHandle<Looked>)>,
-    /// The answer of a look that came after its caller had stopped waiting.
     late: Option<Looked>,
-    /// The version of the driver in force, or the reason why there is none.
     pub(super) driver_version: Result<String, String>,
     events: mpsc::Sender<LoopEvent>,
-    /// The moment from which no program without MPS on the GPUs counts as just started any more.
+    /// The time at which the first program without MPS stops counting as just started. None if there is no such program.
     pub(super) newcomers_until: Option<Instant>,
 }
 
-/// The findings of one look at the host.
 #[derive(Debug)]
 struct Looked {
     news: DriverNews<Arc<Driver>>,
@@ -67,7 +60,6 @@ struct Looked {
     inventory: Inventory,
 }
 
-/// Looks at the host with the open driver in `nvml`, or opens a driver.
 fn look(sysroot: &Path, nvml: Option<GpuQuestions>) -> Looked {
     let open = || Driver::open(sysroot).map(|driver| GpuQuestions::new(Arc::new(driver)));
     let mut nvml = nvml.map_or_else(open, Ok);
@@ -99,7 +91,7 @@ impl HostLook {
         self.in_force.is_some()
     }
 
-    /// A problem that says for how long NVML has not answered, if the last look has no answer.
+    /// A problem that says for how long NVML has not answered. None if no scan waits for an answer.
     pub(super) fn unanswered(&self) -> Option<Problem> {
         let seconds = self.under_way.as_ref()?.0.elapsed().as_secs();
         Some(Problem::new(
@@ -109,14 +101,12 @@ impl HostLook {
         ))
     }
 
-    /// Returns when a look has an answer for which no caller waits any more.
     pub(super) async fn answered_late(&mut self) {
         let Some((_, answer)) = &mut self.under_way else { return std::future::pending().await };
         self.late = answer.await.ok();
         self.under_way = None;
     }
 
-    /// Repeats looks until NVML lists all GPUs in `served`, or until [`PATIENCE`] is over.
     pub(super) async fn look_for(&mut self, served: &[String]) -> Inventory {
         let deadline = Instant::now() + PATIENCE;
         let mut inventory = self.read().await;
@@ -132,7 +122,7 @@ impl HostLook {
         inventory
     }
 
-    /// Looks at the host once, and a second time if the first look shows that the driver in force does not work any more.
+    /// Scans the host once, and a second time if the driver in force turns out to be unusable.
     pub(super) async fn read(&mut self) -> Inventory {
         loop {
             let Some(Looked { news, nvml, mut inventory }) = self.looked().await else {
@@ -161,7 +151,7 @@ impl HostLook {
         }
     }
 
-    /// The answer to the running look at the host, or to a new look. None if no answer comes in time.
+    /// The answer of the running scan, or of a new one. None if no answer comes in time.
     async fn looked(&mut self) -> Option<Looked> {
         if let Some(late) = self.late.take() {
             return Some(late);
@@ -171,8 +161,8 @@ impl HostLook {
             none => none.insert({
                 let (sysroot, driver) = (self.sysroot.clone(), self.in_force.clone());
                 let nvml = self.nvml.take().or_else(|| driver.map(GpuQuestions::new));
-                // NVML is asked on a thread of its own: if a GPU is falling off the bus, a call of NVML can block for ever,
-                // and the loop must go on.
+                // A separate thread asks NVML. If a GPU is falling off the bus, a call of NVML can block for ever, and the main
+                // loop must go on.
                 let answer = tokio::task::spawn_blocking(move || look(&sysroot, nvml));
                 (Instant::now(), answer)
             }),
@@ -182,9 +172,9 @@ impl HostLook {
         answered.ok()
     }
 
-    /// Has critical errors reported as they happen. Waiting for critical errors blocks, so this is done on a separate thread,
-    /// which ends after the driver was closed or when the service ends. A wait for critical errors that fails is begun again,
-    /// since one bad GPU must not hide the errors of other GPUs.
+    /// Starts a thread that reports critical errors (Xid) as they happen, since a wait for them blocks. The thread ends after
+    /// the driver was closed, or with the service. If a wait fails, the thread waits again, since one bad GPU must not hide the
+    /// errors of other GPUs.
     fn watch_xids(&self, driver: Arc<Driver>) {
         let told = self.events.clone();
         let worker = self.worker.clone();
@@ -214,7 +204,7 @@ impl HostLook {
     }
 }
 
-/// A GPU in `served` that NVML does not list, while some GPU does not answer.
+/// The first GPU in `served` that NVML does not list. None if every GPU of the host answers NVML.
 fn not_listed(inventory: &Inventory, served: &[String]) -> Option<String> {
     let silent = |gpu: &Gpu| gpu.nvml.is_err() && gpu.pci.foreign_driver().is_none();
     if inventory.driver.is_err() || !inventory.gpus.iter().any(silent) {
@@ -224,8 +214,8 @@ fn not_listed(inventory: &Inventory, served: &[String]) -> Option<String> {
     served.iter().find(|uuid| !told(uuid)).cloned()
 }
 
-/// Removes programs that have just started from the inventory. Returns the time until the first of these programs does not count
-/// as just started any more.
+/// Removes programs that have just started from the inventory. Returns the time until the first of them does not count as just
+/// started any more.
 fn pass_over(inventory: &mut Inventory) -> Option<Duration> {
     let up = proc::uptime()?;
     let mut first: Option<Duration> = None;

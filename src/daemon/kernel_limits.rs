@@ -1,5 +1,5 @@
-//! The memory limits that the kernel should enforce for control groups that are bound to slices: which limits these are, and the
-//! published result of setting the limits.
+//! The memory limits that the kernel should enforce for control groups that are bound to slices, and the published result of
+//! setting these limits.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -14,18 +14,16 @@ use mps_core::kernel_limits::{GroupLimits, LimitGoal, LimitOutcome, limited_to, 
 use mps_core::terms::SliceId;
 
 impl Daemon {
-    /// Has the kernel enforce the limits that follow from this plan and the bindings.
     pub(super) fn keep_kernel_limits(&self, plan: &Plan) {
         let wanted = match self.ending {
-            // A service that stops for good removes all limits that it has set in the kernel.
             Some(Ending::ForGood) => GroupLimits::new(),
             _ => group_limits(plan, self.state_file.lock().bindings()),
         };
         self.limit_keeper.pursue(self.goals(wanted));
     }
 
-    /// Has the kernel enforce the limits that a change of the bindings needs. A host may have thousands of bindings, and for a
-    /// new binding only the limits of this binding are computed.
+    /// Has the kernel enforce the limits after a change of the bindings. For new bindings only their own limits are computed,
+    /// since a host may have thousands of bindings.
     pub(super) fn keep_kernel_limits_since(&self, before: &Bindings, plan: &Plan) {
         let bindings = Arc::clone(self.state_file.lock().bindings());
         match bindings.added_to(before) {
@@ -42,8 +40,8 @@ impl Daemon {
         let goals = wanted.into_iter().map(|(place, limit)| (place, limit.mib));
         match self.settings.memory_limit {
             MemoryLimit::Auto => goals.map(|(place, mib)| (place, LimitGoal::Hold(mib))).collect(),
-            // With the setting `watch`, the service sets no limits in the kernel. The first call removes limits that an earlier
-            // service with `auto` may have set.
+            // With the setting `watch`, the service sets no limits in the kernel. Its first call removes the limits that an
+            // earlier service with `auto` may have set.
             MemoryLimit::Watch if self.limit_keeper.is_new() => {
                 goals.map(|(place, mib)| (place, LimitGoal::Lift([mib].into()))).collect()
             }
@@ -51,27 +49,25 @@ impl Daemon {
         }
     }
 
-    /// Removes the limits before the service ends for good.
     pub(super) async fn lift_kernel_limits(&self) {
         self.keep_kernel_limits(&Plan::default());
         self.limit_keeper.tried().await;
     }
 }
 
-/// The limits of all control groups that are bound to slices of this plan.
 fn group_limits(plan: &Plan, bindings: &Bindings) -> GroupLimits {
     limits(bindings, |slice| memory_of(plan, slice))
 }
 
-/// The GPU of a slice of this plan, and its memory in MiB.
+/// The GPU of a slice, and the memory of the slice in MiB. None if the plan does not have the slice.
 fn memory_of(plan: &Plan, slice: &SliceId) -> Option<(GpuUuid, u64)> {
     let gpu = plan.gpus.iter().find(|gpu| gpu.gpu.id() == slice.gpu)?;
     let is_known = slice.ordinal < gpu.slices();
     is_known.then(|| Some((gpu.gpu.uuid()?.to_owned(), gpu.size(slice.ordinal).memory_mib)))?
 }
 
-/// The slices whose memory limit the kernel should enforce for a single control group. Ok: the kernel enforces the
-/// limit. Err: the reason why the kernel does not.
+/// The slices whose memory limit the kernel should enforce for a single control group. Ok: the kernel enforces the limit. Err:
+/// the reason why the kernel does not.
 pub(super) fn kernel_limits(
     plan: &Plan,
     bindings: &Bindings,

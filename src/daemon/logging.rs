@@ -1,5 +1,4 @@
-//! The log: messages go to the journal with their fields if standard error is the journal. Without the journal, messages are
-//! plain lines.
+//! The log of the service: messages with fields if standard error is the journal, otherwise plain lines.
 
 use std::fmt;
 use std::io::Write;
@@ -16,16 +15,13 @@ use tracing_subscriber::util::SubscriberInitExt;
 
 use common::host::standard_error;
 
-/// The handle with which [`set`] changes the log level while the service runs.
 pub(crate) type Level = reload::Handle<LevelFilter, Registry>;
 
-/// Sets the log level: messages below this level are dropped.
 pub(super) fn set(handle: &Level, level: tracing::Level) {
     // Reloading the filter fails only after the subscriber was dropped, at the end of the program.
     let _ = handle.reload(LevelFilter::from_level(level));
 }
 
-/// Sets up logging, once, with the default level.
 pub(super) fn init() -> Level {
     let (level, handle) = reload::Layer::new(LevelFilter::INFO);
     let registry = Registry::default().with(level);
@@ -42,8 +38,9 @@ pub(super) fn init() -> Level {
     handle
 }
 
-/// Writes why the service ends, right before its end. The message goes to the journal through standard error, for which the
-/// journal knows the unit. For a message with fields the journal would look up the process, which has ended by then.
+/// Writes why the service ends, right before its end. The text goes to the journal through standard error, for which the
+/// journal knows the unit. For a message with fields, the journal would search for the unit of a process that has ended by
+/// then.
 pub(super) fn last_words(reason: &str) {
     if standard_error::is_journal() {
         for line in reason.lines() {
@@ -54,8 +51,8 @@ pub(super) fn last_words(reason: &str) {
     }
 }
 
-/// Writes a message and its fields without control characters: a line break in the name of a process would look like a
-/// message of this service.
+/// Escapes the control characters in plain lines. A line break in the name of a process could otherwise forge a message of this
+/// service.
 struct OneLine(DefaultFields);
 
 impl<'writer> FormatFields<'writer> for OneLine {
@@ -75,7 +72,7 @@ impl<'writer> FormatFields<'writer> for OneLine {
     }
 }
 
-/// Leaves out the id of a message, which has no use in plain lines.
+/// Omits the id of a message, which has no use in plain lines.
 struct SkipId<'v>(&'v mut dyn Visit);
 
 impl Visit for SkipId<'_> {
@@ -110,7 +107,6 @@ mod tests {
         }
     }
 
-    /// The text that the layer for plain lines writes for a message.
     fn written(colours: bool, message: impl FnOnce()) -> String {
         let written = Written::default();
         let writer = written.clone();

@@ -1,5 +1,5 @@
-//! The main loop: signals, requests from the bus, news from the supervisors, the regular look at the host, and the watchdog.
-//! The loop makes the plan and publishes the state.
+//! The main loop, which handles signals, requests from the bus, the supervisors' changes, scans of the host, and the watchdog.
+//! It makes the plan and publishes the state.
 
 mod bindings;
 mod budgets;
@@ -59,31 +59,29 @@ use logging::{Level, last_words};
 use requests::Requests;
 use service_manager::ServiceManager;
 
-/// The pause between two looks at the host while there is no plan, usually because there is no driver.
+/// The pause between two scans of the host while there is no plan, usually because there is no driver.
 const SCAN_WITHOUT_PLAN: Duration = Duration::from_secs(5);
 
-/// The first and the longest pause between two looks at the host while some GPU can't be served. The pause doubles, since most
+/// The first and the longest pause between two scans of the host while a GPU can't be served. The pause doubles, since most
 /// temporary problems end soon.
 const FIRST_SCAN_FOR_MORE: Duration = Duration::from_secs(1);
 const SCAN_FOR_MORE: Duration = Duration::from_secs(30);
 
-/// The most faults, and the most reports of overuse, that wait until they can be signalled, for example while there is no
-/// bus. Further faults and reports are only in the log.
+/// The most signals about faults, and the most signals about overuse, that wait to be sent, for example while there is no bus.
+/// Further signals are dropped, and only the log has their messages.
 const FAULTS: usize = 64;
 
 /// The most requests in the service's queue. A further caller waits until the queue has space.
 const REQUESTS: usize = 16;
 
-/// The exit status of a service that can't do its work at all, for this reason.
 fn failed(reason: &str) -> ExitCode {
     last_words(reason);
     ExitCode::FAILURE
 }
 
-/// Runs the service until it is asked to stop, and returns the exit status.
 pub(crate) async fn run(sources: Sources, runtime_directory: PathBuf, level: Level) -> ExitCode {
-    // The runtime directory is locked first: if another service has it, that service may be serving, and this service must
-    // not touch anything.
+    // The runtime directory is locked first. If another service has the lock, that service may serve clients, and this service
+    // must not change anything.
     let directory = match RuntimeDirectory::take_soon(&runtime_directory).await {
         Ok(directory) => directory,
         Err(error) => return failed(&error.to_string()),
@@ -146,7 +144,6 @@ pub(crate) async fn run(sources: Sources, runtime_directory: PathBuf, level: Lev
     exit
 }
 
-/// The values that all supervisors share.
 fn tools(
     nvml: NvmlWorker,
     state_file: SharedStateFile,
@@ -159,14 +156,13 @@ fn tools(
     Tools { front_ends, nvml, state_file, changed, signals, told_bypasses, wake_ups, clients, changes, begun }
 }
 
-/// The way in which the service ends.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Ending {
     /// Stop: the service ends the control daemons and restores the compute modes.
     ForGood,
     /// Restart: the control daemons go on, and the next service takes them over.
     ForRestart,
-    /// Like a restart, but the exit status has to ask the service manager to start the service again.
+    /// Like a restart, but the exit status makes the service manager start the service again.
     Interrupted,
 }
 
@@ -181,32 +177,27 @@ struct Daemon {
     requests: Requests,
     budgets: Budgets,
     limit_keeper: KernelLimitKeeper,
-    /// The queue of signals for the bus.
     signals: mpsc::Sender<BusSignal>,
     cdi_spec: CdiSpec,
     state_file: SharedStateFile,
-    /// Wakes the main loop.
     changed: Arc<Notify>,
-    /// The moment of the next check of the control groups that are bound to slices. None if no control group is bound.
+    /// The time of the next search for bindings whose control group has ended. None if no control group is bound.
     next_look_at_groups: Option<Instant>,
     snapshot: watch::Sender<Arc<Snapshot>>,
     on_the_bus: Arc<AtomicBool>,
-    /// The last events that concern the service and no single control daemon.
     events: Events,
-    /// The reason why a new configuration was refused, until the next one is accepted.
+    /// The reason why the last new configuration was refused. Empty if it was accepted.
     refused: String,
-    /// The problem with the configuration in force that the last look at the host has found.
+    /// A problem with the configuration in force, found by the last scan of the host. Empty if there is none.
     problem: String,
-    /// The clients that lose their work by a stop, in words; empty if there are none.
     shutdown_report: String,
     next_scan: Option<Instant>,
-    /// The pause before the next look at the host for a GPU that can't be served.
     scan_pause: Duration,
     ending: Option<Ending>,
     service_manager: ServiceManager,
-    /// The number of new configurations that were accepted.
     reloads: u64,
-    /// The number of accepted configurations that are in force, or have a known reason why they are not.
+    /// The value of `reloads` for which the configuration is in force, or the service knows why it is not. The caller of a
+    /// reload waits for this value.
     in_force: watch::Sender<u64>,
 }
 
@@ -225,7 +216,7 @@ impl Daemon {
             let next_watchdog = self.service_manager.watchdog();
             self.settle();
             match self.ending {
-                // With this exit status, the service manager starts the service again.
+                // This exit status makes the service manager start the service again.
                 Some(Ending::Interrupted) if self.fleet.has_stopped() => return ExitCode::FAILURE,
                 Some(_) if self.fleet.has_stopped() => return ExitCode::SUCCESS,
                 _ => {}
@@ -233,13 +224,13 @@ impl Daemon {
             let changed = Arc::clone(&self.changed);
             tokio::select! {
                 () = signals::any(&mut stops) => self.stop().await,
-                // The sender of SIGHUP gets no answer. A reload that is refused is reported in the journal.
+                // The sender of SIGHUP gets no answer. The journal has a message about a reload that is refused.
                 _ = hangup.recv() => drop(self.reload().await),
                 Some(request) = requests.recv() => self.answer(request).await,
                 Some(Ok(finished)) = self.requests.beside.join_next() => self.finished(finished),
                 Some(_) = self.requests.look.join_next() => self.requests.begin_list(&self.fleet),
                 Some(event) = happened.recv() => self.handle(event),
-                // Tasks that are ready run first, so that the changes of all of them are published together.
+                // Other ready tasks run first, so that the changes of all of them are published together.
                 () = changed.notified() => yield_now().await,
                 () = sleep_or_never(self.next_look_at_groups) => self.end_bindings(),
                 () = sleep_or_never(self.next_scan) => {
@@ -256,12 +247,12 @@ impl Daemon {
         }
     }
 
-    /// Looks at the host for the first time. Only this first look treats a wrong configuration as fatal.
+    /// Scans the host for the first time. A wrong configuration is fatal only here; later, the configuration in force stays.
     async fn first_pass(&mut self) -> Result<(), Vec<LocatedProblem>> {
         if !self.settings.enabled {
             tracing::info!("no GPU is served: {reason}", reason = self.settings.why_not_enabled());
             if self.fleet.has_leftovers() {
-                // Reading the host opens the driver, which the service needs to restore compute modes.
+                // The scan opens the driver, which the service needs to restore compute modes.
                 self.look.read().await;
                 self.fleet.pursue_nothing(&self.settings);
             }
@@ -287,7 +278,7 @@ impl Daemon {
         self.plan = Err(reason);
     }
 
-    /// Looks at the host until NVML lists all GPUs that are served, or for some seconds.
+    /// Scans the host until NVML lists all GPUs that are served, for some seconds at most.
     async fn look_for_gpus(&mut self) -> Inventory {
         let served = match &self.plan {
             Ok(plan) => {
@@ -298,7 +289,6 @@ impl Daemon {
         self.look.look_for(&served).await
     }
 
-    /// Looks at the host for GPUs that could not be served at the last look.
     async fn look_again(&mut self) {
         self.next_scan = None;
         if let Some(late) = self.look.unanswered() {
@@ -309,8 +299,8 @@ impl Daemon {
             return;
         }
         if !self.settings.enabled {
-            // The driver is needed even with MPS disabled: the service restores the compute modes that an earlier service has
-            // changed.
+            // The scan opens the driver, which is needed even with MPS disabled: the service restores the compute modes that an
+            // earlier service has changed.
             return drop(self.look.read().await);
         }
         let inventory = self.look_for_gpus().await;
@@ -344,8 +334,7 @@ impl Daemon {
         self.problem.clear();
     }
 
-    /// Ends the service after SIGTERM: a stop ends the control daemons, and a restart leaves them to the next start
-    /// of the service.
+    /// Begins the end of the service. A stop ends the control daemons. After a restart, the next service takes them over.
     async fn stop(&mut self) {
         if self.ending.is_some() {
             return;
@@ -359,8 +348,8 @@ impl Daemon {
                 tracing::info!("restarting: control daemons and their clients keep running");
                 Ending::ForRestart
             }
-            // If the reason for the stop is unknown, control daemons keep running: an administrator can still stop a control
-            // daemon later, but a GPU job that was ended is lost.
+            // If the reason for the stop is unknown, the control daemons go on. An administrator can stop a control daemon
+            // later, but a GPU job that was ended is lost.
             Stopping::Unknown(reason) => {
                 tracing::warn!(
                     "the service ends, but control daemons and their clients keep running, since systemd \
@@ -388,8 +377,6 @@ impl Daemon {
         }
     }
 
-    /// Brings the state up to date after an event: the core starts control daemons whose GPUs are free, and the new
-    /// state is published.
     fn settle(&mut self) {
         if self.ending.is_none() && !self.fleet.is_ending_one() {
             self.shutdown_report.clear();
@@ -399,7 +386,7 @@ impl Daemon {
         let snapshot = self.compose(&moment);
         self.keep_cdi_spec(&snapshot);
         self.plan_next_scan(&snapshot);
-        // The old Snapshot stays if nothing has changed, since the bus prepares its answers once for each Snapshot.
+        // An equal Snapshot is not replaced, since the bus prepares its answers once for each Snapshot.
         self.snapshot.send_if_modified(|current| {
             let modified = **current != snapshot;
             if modified {
@@ -410,9 +397,8 @@ impl Daemon {
         self.tell_service_manager(moment.settled);
         let newest = |reloads: &mut u64| std::mem::replace(reloads, self.reloads) != self.reloads;
         if moment.settled && self.in_force.send_if_modified(newest) {
-            // An administrator usually reloads the service after a change of the configuration or of the host. So the health
-            // check of all control daemons runs now, and not only at its regular time. The new limits do not wait for this
-            // check.
+            // An administrator usually reloads the service after a change of the configuration or of the host. So all control
+            // daemons get a health check now. The new limits do not wait for this check.
             self.fleet.check_all();
         }
     }
@@ -428,8 +414,8 @@ impl Daemon {
             || !self.cdi_spec.problem.is_empty();
         let period = match &self.plan {
             _ if ended => None,
-            // A late answer to a look at the host arrives as an event. Until the late answer comes, the period only repeats the
-            // message about the delay.
+            // A late answer to a scan of the host wakes the main loop. Until then, the period only repeats the message about
+            // the delay.
             _ if self.look.unanswered().is_some() => Some(host_look::TIMEOUT),
             Err(_) => Some(SCAN_WITHOUT_PLAN),
             Ok(_) => trouble.then_some(self.scan_pause),
@@ -437,7 +423,7 @@ impl Daemon {
         let regular = period.map(|period| Instant::now() + period);
         let newcomers = self.look.newcomers_until.filter(|_| !ended);
         let latest = [regular, newcomers].into_iter().flatten().min();
-        // A scan of the host that is already planned is not postponed: otherwise frequent events could postpone it for ever.
+        // A planned scan is never postponed. Otherwise frequent events could postpone it for ever.
         self.next_scan = latest.map(|latest| self.next_scan.map_or(latest, |due| due.min(latest)));
     }
 
@@ -467,8 +453,8 @@ impl Daemon {
         compose::compose(&parts, &self.snapshot.borrow())
     }
 
-    /// Updates the CDI spec from the Snapshot. If there is a problem with the spec, the next Snapshot, which is made at once, has
-    /// the problem.
+    /// Updates the CDI spec from the Snapshot. If a problem with the spec begins or ends, the main loop publishes another
+    /// Snapshot at once.
     fn keep_cdi_spec(&mut self, snapshot: &Snapshot) {
         match self.cdi_spec.keep(snapshot, self.settings.cdi_directory.as_deref(), self.ending) {
             None => return,

@@ -14,7 +14,6 @@ use common::config::Sources;
 use common::host::oom;
 use common::text::{json, printable};
 
-/// Runs the service, or the task in its arguments, until it ends.
 pub fn main() -> ExitCode {
     let mut words = std::env::args_os().skip(1);
     if words.next().is_some_and(|word| word == launch::ARGUMENT) {
@@ -41,17 +40,16 @@ pub fn main() -> ExitCode {
         Ok(runtime) => runtime,
         Err(error) => return fail(&format!("the runtime of this program can't be started: {error}")),
     };
-    // The loop runs as a task of the runtime, so that it takes turns with the other tasks. So a new state is published before
-    // other tasks act on this state.
+    // The main loop is a task of the runtime, so that it takes turns with the other tasks. So a new state is published before
+    // other tasks act on it.
     let exit = runtime.block_on(runtime.spawn(super::run(sources, runtime_directory, level)));
-    // A call of NVML may hang for ever on its thread. The end of the program does not wait for a thread that hangs in a call of
-    // NVML.
+    // A call of NVML may hang for ever on its thread. The program ends without waiting for this thread.
     runtime.shutdown_background();
     exit.unwrap_or_else(|error| failed(&error.to_string()))
 }
 
-/// Prints what a start or a reload of the service would do. The exit status has the result too, in case no program
-/// reads the output.
+/// Prints what a start or a reload of the service would do. The exit status says the result too, for callers that do not read
+/// the output.
 fn check(sources: Sources, as_json: bool) -> ExitCode {
     let runtime = match tokio::runtime::Builder::new_current_thread().enable_all().build() {
         Ok(runtime) => runtime,

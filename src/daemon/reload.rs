@@ -1,5 +1,4 @@
-//! Reads a new configuration. A new configuration is accepted and put in force, or it is refused with a reason, and the old
-//! one stays in force.
+//! Reloads the configuration. A configuration that is refused changes nothing.
 
 use std::time::Duration;
 
@@ -14,8 +13,8 @@ use common::bus::error::RequestError;
 use common::plan::{self, Plan};
 use common::problem::LocatedProblem;
 
-/// The longest time that a caller waits until the new configuration is in force. The time must be shorter than the deadline
-/// of a request on the bus.
+/// The longest wait of a caller until the new configuration is in force. It must be shorter than the deadline of a request on
+/// the bus.
 const PATIENCE: Duration = Duration::from_secs(50);
 
 /// Reloads the configuration for a caller on the bus. The caller gets the answer when the new configuration is in force.
@@ -40,7 +39,6 @@ pub(super) async fn and_tell(daemon: &mut Daemon, reply: Reply<u64>) {
 }
 
 impl Daemon {
-    /// Reads the configuration again and puts it in force. A configuration that is refused changes nothing.
     pub(super) async fn reload(&mut self) -> Result<(), RequestError> {
         if self.ending.is_some() {
             return Err(RequestError::Busy("the service is stopping".to_owned()));

@@ -1,5 +1,4 @@
-//! Requests from the bus. The main loop waits for nothing that takes longer than a moment, except for the names of clients whose
-//! work an administrator ends.
+//! Requests from the bus. The main loop answers a request at once, or has a task carry it out.
 
 use std::sync::Arc;
 
@@ -30,32 +29,29 @@ use common::published::snapshot::Snapshot;
 /// microseconds.
 const TERMINATIONS: usize = 4;
 
-/// The digits of the shortest accepted form of a container's id, and of the complete id.
+/// A container's id has 64 hexadecimal digits. A caller may give only the first digits, but at least 12.
 const SHORTEST_ID: usize = 12;
 const ID: usize = 64;
 
-/// The most callers that wait for the next list of clients; further callers get the error Busy.
+/// The most callers that wait for the next list of clients. Further callers get the error `Busy`.
 const LISTINGS: usize = 256;
 
 #[derive(Debug)]
 pub(super) struct Requests {
-    /// The callers that wait for the next list of clients.
     listings: Vec<Reply<Vec<ClientView>>>,
-    /// The task that finds the clients for the callers who were waiting when the task began.
+    /// The task that lists the clients. A caller that comes while the task runs waits for the next list.
     pub(super) look: JoinSet<()>,
     clients: Clients,
-    /// Runs questions to the kernel: which processes a request to end GPU work is about.
+    /// Asks the kernel which processes a request to end GPU work is about, on threads other than the main loop's.
     kernel: Blocking,
     nvml: NvmlWorker,
-    /// The requests that tasks carry out while the loop goes on. Each of these requests is answered after the next Snapshot is
-    /// published.
+    /// The requests that tasks carry out while the main loop goes on. Each of these requests is answered after the next
+    /// Snapshot is published.
     pub(super) beside: JoinSet<Finished>,
 }
 
-/// The result of a request that a task has carried out while the loop went on.
 #[derive(Debug)]
 pub(super) struct Finished {
-    /// The event that names the clients whose work was ended. None if no client had work.
     pub(super) event: Option<Event>,
     pub(super) answer: Result<(), RequestError>,
     pub(super) reply: Reply<()>,
@@ -79,8 +75,7 @@ impl Requests {
         }
     }
 
-    /// Lists the clients for all callers that wait, unless a list is being made. Callers that ask while a list is being made get
-    /// the next list.
+    /// Lists the clients for all callers that wait. While a list is being made, new callers wait for the next list.
     pub(super) fn begin_list(&mut self, fleet: &Fleet) {
         if self.listings.is_empty() || !self.look.is_empty() {
             return;
@@ -120,8 +115,8 @@ impl Daemon {
                     let doomed = self.fleet.ended_by_force();
                     self.name_clients("apply --force", &doomed).await;
                 }
-                // Naming the clients may take so long that the caller has given up meanwhile. A caller that has given up must
-                // not cause the end of any control daemon.
+                // Naming the clients takes time, and the caller may have given up meanwhile. A caller that has given up must
+                // not cause the end of a control daemon.
                 if reply.is_closed() {
                     return;
                 }
@@ -147,12 +142,11 @@ impl Daemon {
         });
     }
 
-    /// Answers a request that a task has carried out. The event and the new numbers of clients are published before
-    /// the answer.
+    /// Answers a request that a task has carried out. The event and the new numbers of clients are published before the answer.
     pub(super) fn finished(&mut self, finished: Finished) {
         let Finished { event, answer, reply } = finished;
         if let Some(event) = event {
-            // The task has already written the event to the journal, so it is only added to the list of events.
+            // The task has already written the event to the journal.
             self.events.push(event);
         }
         self.settle();
@@ -170,7 +164,7 @@ impl Daemon {
     }
 }
 
-/// The target of a request: a process that root or a user names.
+/// Root may name any process, and a user only the user's own processes.
 fn process(pid: u32, user: Option<u32>) -> Target {
     match user {
         None => Target::Process(pid),
@@ -178,7 +172,6 @@ fn process(pid: u32, user: Option<u32>) -> Target {
     }
 }
 
-/// The target of a request: the slices that a caller names.
 fn slices(snapshot: &Snapshot, names: Vec<String>) -> Result<Target, RequestError> {
     if snapshot.gpus.is_none() {
         return Err(not_ready(snapshot));
@@ -194,7 +187,7 @@ fn slices(snapshot: &Snapshot, names: Vec<String>) -> Result<Target, RequestErro
     names.into_iter().map(slice).collect::<Result<_, _>>().map(Target::Slices)
 }
 
-/// Returns the id of a container: all 64 hexadecimal digits, or at least the first 12.
+/// Accepts all 64 hexadecimal digits of a container's id, or at least the first 12. Returns the id in lower case.
 fn container_id(text: &str) -> Result<String, RequestError> {
     if (SHORTEST_ID..=ID).contains(&text.len()) && text.bytes().all(|c| c.is_ascii_hexdigit()) {
         return Ok(text.to_ascii_lowercase());
@@ -206,8 +199,8 @@ fn container_id(text: &str) -> Result<String, RequestError> {
     )))
 }
 
-/// The event about a request that has ended the work of `clients`. None if the work was ended because a container is stopped,
-/// since containers are stopped all the time.
+/// The event about a request that has ended the work of `clients`. None if a container is stopped, since containers stop all
+/// the time.
 fn event(wanted: &Target, clients: String) -> Option<Event> {
     let (whom, names) = match wanted {
         Target::Process(pid) | Target::ProcessOf { pid, .. } => {
@@ -220,7 +213,6 @@ fn event(wanted: &Target, clients: String) -> Option<Event> {
     Some(Event::ended(&whom, names, clients))
 }
 
-/// The target of a request before a container is stopped: the processes that the signal to the container may end.
 fn signalled(wanted: ContainerStop) -> Result<Target, RequestError> {
     let ContainerStop { pid, container, signal, to_all } = wanted;
     let path = bindings::path_of(&GroupOf::Process(pid))?;

@@ -1,7 +1,7 @@
 //! Reports the state of the service to the service manager: ready, reloading, stopping, the status line, a sign of life.
 //!
-//! Sending blocks while the service manager does not read its socket. So messages are sent on a separate thread, one after the
-//! other, and nothing else waits: a newer state replaces a state that was not sent yet.
+//! Sending blocks while the service manager does not read its socket. So a separate thread sends the messages, and a newer
+//! state replaces a state that was not sent yet.
 
 use std::time::Duration;
 
@@ -13,15 +13,13 @@ use tokio::time::{Instant, timeout};
 use crate::message::{Message, Subject};
 use common::published::snapshot::State;
 
-/// The longest time for which the end of the service waits until the last messages are sent to the service manager.
+/// The longest time that the end of the service waits for the last messages.
 const LAST_SEND: Duration = Duration::from_secs(1);
 
-/// Everything that the service reports to the service manager.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 struct UnitState {
-    /// The number of reloads that have begun.
     reloads: u64,
-    /// True if the service has carried out every request of the service manager.
+    /// True if the start or the last reload of the service is complete.
     ready: bool,
     stopping: bool,
     status: String,
@@ -30,7 +28,6 @@ struct UnitState {
 }
 
 impl UnitState {
-    /// The messages that report this state to a service manager that knows the state `notified` already.
     fn since(&self, notified: &Self) -> Vec<NotifyState<'_>> {
         let mut messages = Vec::new();
         if self.reloads != notified.reloads {
@@ -52,18 +49,17 @@ impl UnitState {
     }
 }
 
-/// Notifies the service manager. If there is no service manager, nothing is sent.
+/// Notifies the service manager. Without a service manager, nothing is sent.
 #[derive(Debug)]
 pub(super) struct ServiceManager {
     unit_state: watch::Sender<UnitState>,
     notifier: JoinHandle<()>,
-    /// The time between two signs of life, and the moment of the next one. None if the service manager expects none.
+    /// The time between two signs of life, and the time of the next sign. None if the service manager expects no sign of life.
     watchdog: Option<(Duration, Instant)>,
     state: Option<State>,
 }
 
 impl ServiceManager {
-    /// The state before the service has notified the service manager.
     pub(super) fn new() -> Self {
         let (unit_state, receiver) = watch::channel(UnitState::default());
         let period = sd_notify::watchdog_enabled().map(|time| time / 3);
@@ -71,7 +67,6 @@ impl ServiceManager {
         Self { unit_state, notifier: tokio::spawn(notify(receiver)), watchdog, state: None }
     }
 
-    /// Gives a sign of life if it is due, and returns when the next one is.
     pub(super) fn watchdog(&mut self) -> Option<Instant> {
         let (period, next) = self.watchdog.as_mut()?;
         if Instant::now() >= *next {
@@ -81,7 +76,6 @@ impl ServiceManager {
         Some(*next)
     }
 
-    /// Reports that the service reads its configuration again. [`ServiceManager::ready`] reports the end of the reload.
     pub(super) fn reloading(&self) {
         self.unit_state.send_modify(|unit_state| {
             unit_state.reloads += 1;
@@ -89,7 +83,6 @@ impl ServiceManager {
         });
     }
 
-    /// Reports that every request of the service manager is carried out.
     pub(super) fn ready(&self) {
         self.unit_state.send_if_modified(|unit_state| !std::mem::replace(&mut unit_state.ready, true));
     }
@@ -98,8 +91,8 @@ impl ServiceManager {
         self.unit_state.send_modify(|unit_state| unit_state.stopping = true);
     }
 
-    /// Reports the state of the service. The state goes to the journal too, with a priority that depends on the state, but
-    /// without the shutdown report, which the journal has already.
+    /// Reports the state to the service manager and to the journal. The journal gets no shutdown report, since it has the
+    /// report already.
     pub(super) fn status(&mut self, state: State, line: &str, shutdown_report: &str) {
         let status =
             if shutdown_report.is_empty() { line.to_owned() } else { format!("{line}; {shutdown_report}") };
@@ -107,8 +100,8 @@ impl ServiceManager {
             return;
         }
         match state {
-            // While the service tries something again and again, the reason can change several times a second without a change of
-            // the state. Status lines without a change of the state are logged for debugging only.
+            // While the service retries something, the reason can change several times a second. So a new reason in the same
+            // state is logged only at the debug level.
             _ if self.state == Some(state) => tracing::debug!("{line}"),
             State::Failed => Message::ServiceFailed.log(Subject::default(), line),
             State::Degraded => Message::ServiceDegraded.log(Subject::default(), line),
@@ -119,7 +112,6 @@ impl ServiceManager {
         self.unit_state.send_modify(|unit_state| unit_state.status = status);
     }
 
-    /// Waits until the last message is sent, at most for a second.
     pub(super) async fn end(self) {
         let Self { unit_state, notifier, .. } = self;
         drop(unit_state);
@@ -175,7 +167,7 @@ mod tests {
         assert_eq!(since(&reloading, &notified), ["RELOADING=1"]);
         let done = unit_state(1, true, "degraded");
         assert_eq!(since(&done, &reloading), ["STATUS=degraded", "READY=1"]);
-        // If sending is blocked for a while, one message carries all changes of that time.
+        // If sending is blocked for a while, the next messages contain all changes of that time.
         assert_eq!(since(&done, &notified), ["RELOADING=1", "STATUS=degraded", "READY=1"]);
         let last = UnitState { stopping: true, beats: 3, ..unit_state(1, true, "stopping") };
         assert_eq!(since(&last, &done), ["STOPPING=1", "STATUS=stopping", "WATCHDOG=1"]);

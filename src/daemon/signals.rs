@@ -4,13 +4,12 @@ use std::io;
 
 use tokio::signal::unix::{Signal, SignalKind, signal};
 
-/// The signals that ask the service to stop, and the signal that asks the service to reload its configuration.
+/// The three signals that stop the service, and SIGHUP, which reloads its configuration.
 pub(super) fn listen() -> io::Result<([Signal; 3], Signal)> {
     let [terminate, interrupt, quit] = [SignalKind::terminate(), SignalKind::interrupt(), SignalKind::quit()];
     Ok(([signal(terminate)?, signal(interrupt)?, signal(quit)?], signal(SignalKind::hangup())?))
 }
 
-/// Returns when one of these signals has come.
 pub(super) async fn any([terminate, interrupt, quit]: &mut [Signal; 3]) {
     tokio::select! {
         _ = terminate.recv() => {}

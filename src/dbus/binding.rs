@@ -1,5 +1,5 @@
-//! The arguments of `Bind`, `Unbind`, `TakeDevices` and `ReleaseGroup`. All input of a caller becomes a valid request of limited
-//! size, or an error that says what is wrong.
+//! The arguments of `Bind`, `Unbind`, `TakeDevices` and `ReleaseGroup`. Any input of a caller becomes a valid request of
+//! limited size, or an error that says what is wrong.
 
 use std::collections::HashMap;
 
@@ -9,25 +9,21 @@ use super::request::{Result, bounded_names};
 use common::bus::error::RequestError;
 use common::bus::proxy::{ContainerStop, GroupOf, SliceWish};
 
-/// The most bytes of a label. The longest names of a container in a Kubernetes pod, with its namespace, have 381 bytes.
+/// The most bytes of a label. The names of a container, its Kubernetes pod and its namespace have 381 bytes at most.
 const LABEL: usize = 384;
 
-/// The longest path of a control group, in bytes: the kernel's limit.
+/// The kernel's limit for the length of a path, in bytes.
 const PATH: usize = 4096;
 
 /// The most bytes of a container's id: the kernel's limit for the name of a file.
 const CONTAINER: usize = 255;
 
-/// The highest number of a signal that the kernel knows.
 const SIGNALS: u32 = 64;
 
-/// The number of SIGKILL.
 const KILL: u32 = 9;
 
-/// The options of a method call on the bus, by their names.
 pub(super) type CallOptions = HashMap<String, OwnedVariant>;
 
-/// The arguments of `Bind`: the slices, the control group, and the label of the binding.
 pub(super) fn wanted(
     names: Vec<String>,
     pid: u32,
@@ -42,14 +38,13 @@ pub(super) fn wanted(
     Ok((wish, group, label))
 }
 
-/// The arguments of `TakeDevices`: the slices that a program wants.
 pub(super) fn wish(names: Vec<String>, mut options: CallOptions) -> Result<SliceWish> {
     let wish = take_wish(names, &mut options)?;
     nothing_else(&options)?;
     Ok(wish)
 }
 
-/// The arguments of `ReleaseGroup`: the signal that a container runtime is about to send to a container.
+/// Checks the arguments of `ReleaseGroup`. A container runtime calls it before it sends this signal to a container.
 pub(super) fn stop(pid: u32, mut options: CallOptions) -> Result<ContainerStop> {
     let container: String = take(&mut options, "container")?.unwrap_or_default();
     let signal: u32 = take(&mut options, "signal")?.unwrap_or(KILL);
@@ -77,8 +72,7 @@ fn nothing_else(options: &CallOptions) -> Result<()> {
     Err(failed(format!("there is no option {name:?}")))
 }
 
-/// The control group that a caller names by the PID of a process in it, or, with the PID 0, by its path in the
-/// options.
+/// The control group that a caller names: by the PID of a process in it, or, with the PID 0, by its path.
 pub(super) fn group(pid: u32, mut options: CallOptions) -> Result<GroupOf> {
     let path: Option<String> = take(&mut options, "control_group")?;
     nothing_else(&options)?;
@@ -92,7 +86,7 @@ pub(super) fn group(pid: u32, mut options: CallOptions) -> Result<GroupOf> {
     }
 }
 
-/// Returns the path of a control group if it has the form that the kernel uses, or an error.
+/// Accepts the path of a control group only in the form that the kernel uses.
 fn plain(path: String) -> Result<String> {
     let names = path.strip_prefix('/').map(|names| names.split('/'));
     let is_plain = |name: &str| !matches!(name, "" | "." | "..") && !name.chars().any(char::is_control);

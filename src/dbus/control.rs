@@ -1,5 +1,5 @@
-//! `io.yunion.Mps1.Control`, documented in `config/io.yunion.Mps1.Control.xml`. The bus policy allows only root to call the
-//! interface Control. The rights of the caller are checked again in this module, since another bus policy may be installed.
+//! `io.yunion.Mps1.Control`, documented in `config/io.yunion.Mps1.Control.xml`. The bus policy allows only root to call this
+//! interface. This module checks the caller again, since an administrator may have installed another policy.
 
 use tokio::sync::mpsc;
 use zbus::message::Header;
@@ -12,7 +12,6 @@ use super::request::{
 use super::slices::SliceDesk;
 use common::bus::error::RequestError;
 
-/// The interface with the methods that change the state of the service.
 pub(super) struct ControlInterface {
     requests: mpsc::Sender<Request>,
     callers: Callers,
@@ -24,7 +23,6 @@ impl ControlInterface {
         Self { requests, callers, desk }
     }
 
-    /// Refuses all callers but root.
     async fn for_root(&self, bus: &Connection, call: &Header<'_>) -> Result<()> {
         match self.callers.user_behind(bus, call).await? {
             Some(uid) => Err(RequestError::AccessDenied(format!("only root may do this, not user {uid}"))),
@@ -32,7 +30,6 @@ impl ControlInterface {
         }
     }
 
-    /// Passes a request of root to the daemon's loop and waits for the answer.
     async fn ask<T>(
         &self,
         bus: &Connection,

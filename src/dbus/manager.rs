@@ -20,19 +20,17 @@ use common::published::slices_of_one_gpu;
 use common::published::snapshot::Snapshot;
 use common::text::clean;
 
-/// The most requests of users to end GPU work at a time. Each request causes questions to the control daemons, for which
-/// supervisors have to wait.
+/// The most requests of users to end GPU work at the same time. Each request asks the control daemons, and supervisors have to
+/// wait for these questions.
 const OF_USERS: usize = 8;
 
-/// The interface with everything that any user may read, and with the requests of users.
 pub(super) struct Manager {
     snapshot: watch::Receiver<Arc<Snapshot>>,
     requests: mpsc::Sender<Request>,
     callers: Callers,
-    /// Permits for the requests of users to end GPU work.
     of_users: Semaphore,
     desk: SliceDesk,
-    /// The GPUs for which the warning about several slices for one caller is logged already.
+    /// The GPUs about which [`Manager::warn_of_several`] has logged a warning.
     given_several: Mutex<BTreeSet<String>>,
 }
 
@@ -47,8 +45,8 @@ impl Manager {
         Self { snapshot, requests, callers, of_users, desk, given_several: Mutex::default() }
     }
 
-    /// Returns a permit for a request of a user to end GPU work. Root needs no permit. A user without the right to ask is refused
-    /// here, so that repeated calls cause no question to the bus or to the daemon's loop.
+    /// Returns a permit for a user's request to end GPU work. Root needs no permit. A user without the right gets an error
+    /// here, so that repeated calls cause no question to the main loop.
     fn place_for(&self, user: Option<u32>) -> Result<Option<SemaphorePermit<'_>>> {
         let Some(user) = user else { return Ok(None) };
         if !self.snapshot.borrow().users_may_terminate {
@@ -66,8 +64,8 @@ impl Manager {
         self.of_users.try_acquire().map(Some).map_err(taken)
     }
 
-    /// Logs a warning if a caller gets several slices of one GPU. The warning is logged once for each GPU: a caller
-    /// may ask any number of times.
+    /// Logs a warning if a caller gets several slices of one GPU. Each GPU gets only one warning, since a caller may ask any
+    /// number of times.
     fn warn_of_several(&self, config: &ContainerConfig) {
         let mut told = self.given_several.lock().unwrap_or_else(PoisonError::into_inner);
         for (gpu, slices) in slices_of_one_gpu::given_several(config.devices()) {
@@ -90,13 +88,13 @@ impl Manager {
     }
 }
 
-/// Returns an error while the GPUs are not known yet. If the service returned an empty list instead, the platform would delete
-/// its devices.
+/// An error while the GPUs are not known yet. If the service answered with an empty list instead, the platform would delete its
+/// devices.
 fn known(snapshot: &Snapshot) -> Result<()> {
     if snapshot.gpus.is_some() { Ok(()) } else { Err(not_ready(snapshot)) }
 }
 
-/// The answer of `ListDevices`, written directly from a Snapshot: only one row exists at a time.
+/// The answer of `ListDevices`, written directly from a Snapshot, so that only one row at a time is in memory.
 struct DeviceList(Arc<Snapshot>);
 
 impl Serialize for DeviceList {
@@ -182,10 +180,10 @@ impl Manager {
         #[zbus(connection)] bus: &Connection,
         #[zbus(header)] call: Header<'_>,
     ) -> Result<()> {
-        // A control daemon that ends the work of a client waits until the client disconnects, and all other callers wait for the
-        // control daemon. So a client that does not disconnect blocks the control daemon for all its GPUs. Measured on an H200,
-        // with clients whose signal handlers sleep, and with four processes that stop the client again and again: the control
-        // daemon was blocked for as long as these processes went on, although the service continued the client. So the
+        // A control daemon that ends the work of a client waits until the client disconnects, and all other callers wait for
+        // the control daemon. So a client that does not disconnect blocks the control daemon for all its GPUs. Measured on an
+        // H200, with clients that sleep in signal handlers, and with four processes that stop the client again and again: the
+        // control daemon was blocked for as long as these processes went on, although the service continued the client. So the
         // configuration decides if users other than root may call `TerminateClient`.
         let user = self.callers.user_behind(bus, &call).await?;
         let _place = self.place_for(user)?;

@@ -42,7 +42,6 @@ pub(crate) use request::WantedSlices;
 pub use request::{Reply, Request, WantedBinding};
 use slices::SliceDesk;
 
-/// The service's connection to the bus, with everything that it serves there.
 #[derive(Debug)]
 pub struct BusConnection {
     connection: Connection,
@@ -55,8 +54,9 @@ impl BusConnection {
     /// exists before the name is requested, so that no program that sees the name misses an object.
     ///
     /// # Errors
-    /// The bus can't be reached, its policy does not allow this user to own the name, or (`NameTaken`) another process owns
-    /// it already. If another process owns the name, the log names that process.
+    ///
+    /// The bus can't be reached, or its policy does not allow this user to own the name. `NameTaken` means that another process
+    /// owns the name. The log names that process.
     pub async fn connect(
         snapshot: watch::Receiver<Arc<Snapshot>>,
         requests: mpsc::Sender<Request>,
@@ -67,6 +67,7 @@ impl BusConnection {
     /// [`BusConnection::connect`] on the bus at `address`.
     ///
     /// # Errors
+    ///
     /// As for [`BusConnection::connect`].
     pub async fn connect_to(
         address: Address,
@@ -99,9 +100,9 @@ impl BusConnection {
         }
     }
 
-    /// Sends signals about the differences in `new`: objects that were added or removed, properties that have changed, and
-    /// `DevicesChanged` if the generation has grown. The caller sends `new` to the watch that [`BusConnection::connect`] has got
-    /// before it calls this function.
+    /// Sends signals about the differences between the last Snapshot and `new`: objects that were added or removed, changed
+    /// properties, and `DevicesChanged` if the generation has grown. The caller must first send `new` to the watch that it has
+    /// given to [`BusConnection::connect`].
     ///
     /// If the bus does not accept a signal, the connection has ended, which [`BusConnection::closed`] reports.
     pub async fn publish(&mut self, new: Arc<Snapshot>) {
@@ -111,8 +112,8 @@ impl BusConnection {
         }
     }
 
-    /// Sends the signal that a GPU's server met a fatal error, with the clients that were hit. The client that caused the error
-    /// need not be in `pids`.
+    /// Sends the signal that a server met a fatal GPU error. `pids` are the clients that were hit. The client that caused the
+    /// error need not be among them.
     pub async fn client_fault(&self, gpu_uuid: &str, pids: &[u32], reason: &str) {
         let (gpu_uuid, reason) = (clean(gpu_uuid), clean(reason));
         if let Err(e) = Manager::client_fault(&self.manager(), &gpu_uuid, pids, &reason).await {
@@ -120,15 +121,14 @@ impl BusConnection {
         }
     }
 
-    /// Sends the signal that a slice has exceeded its budget.
     pub async fn over_use(&self, device: &str, reasons: &[&str], pids: &[u32]) {
         if let Err(e) = Manager::over_use(&self.manager(), &clean(device), reasons, pids).await {
             tracing::debug!("the signal of the overuse of {device} was not sent to the bus: {e}");
         }
     }
 
-    /// Returns when the connection has ended, because the bus was restarted or has closed the connection. After the end of the
-    /// connection the service is not on the bus; call [`BusConnection::connect`] again.
+    /// Returns when the connection has ended. The service is then not on the bus until the caller calls
+    /// [`BusConnection::connect`] again.
     pub async fn closed(&self) {
         self.connection.closed().await;
     }
@@ -149,13 +149,11 @@ impl BusConnection {
         Ok(())
     }
 
-    /// The object that sends the signals of the whole service.
     fn manager(&self) -> SignalEmitter<'static> {
         let path = ObjectPath::from_static_str_unchecked(MANAGER);
         SignalEmitter::from_parts(self.connection.clone(), path)
     }
 
-    /// Describes the process that owns the name of the service on the bus.
     async fn owner(&self) -> String {
         let pid = async {
             DBusProxy::new(&self.connection).await?.get_connection_unix_process_id(NAME.try_into()?).await
@@ -167,14 +165,13 @@ impl BusConnection {
     }
 }
 
-/// The GPUs of the Snapshot `one` that the Snapshot `other` does not have, or has in another state.
 fn not_in(other: &Snapshot, one: &Snapshot) -> Vec<Arc<GpuView>> {
     let has = |gpu: &Arc<GpuView>| other.gpus.iter().flatten().any(|known| Arc::ptr_eq(known, gpu));
     one.gpus.iter().flatten().filter(|gpu| !has(gpu)).cloned().collect()
 }
 
-/// Removes, adds and changes objects of one kind on the bus, so that the bus has the `new` instead of the `old` objects.
-/// The object server announces objects that are added and removed.
+/// Adds, changes and removes objects of one kind on the bus, so that the bus has the `new` objects instead of the `old` ones.
+/// The object server of zbus announces the added and removed objects.
 async fn mirror_objects<O: Object>(
     connection: &Connection,
     old: impl Iterator<Item = O>,
@@ -201,7 +198,7 @@ async fn mirror_objects<O: Object>(
     Ok(())
 }
 
-/// Sends one `PropertiesChanged` with all differences. A value that is no longer known is invalidated.
+/// Sends one `PropertiesChanged` with all differences. A property that has no value any more is invalidated.
 async fn tell_changes<R: Row + PartialEq>(
     emitter: &SignalEmitter<'_>,
     interface: InterfaceName<'_>,

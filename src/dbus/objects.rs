@@ -1,6 +1,5 @@
-//! `org.freedesktop.DBus.ObjectManager`. This implementation of the interface replaces the implementation in zbus, which asks
-//! each object for each property. The object server of zbus recognizes an `ObjectManager` by the name of the interface, and sends
-//! the signals of the interface.
+//! `org.freedesktop.DBus.ObjectManager`. This implementation replaces that of zbus, which asks each object for each property.
+//! zbus recognizes an `ObjectManager` by the name of the interface, and sends the interface's signals.
 
 use std::borrow::Cow;
 use std::collections::{BTreeMap, HashMap};
@@ -20,7 +19,7 @@ use common::bus::MANAGER;
 use common::bus::rows::{Object, Properties, Service, Slice, WholeGpu};
 use common::published::snapshot::Snapshot;
 
-/// The answer of `GetManagedObjects`, written directly from a Snapshot: only one row exists at a time.
+/// The answer of `GetManagedObjects`, written directly from a Snapshot, so that only one row at a time is in memory.
 struct Objects(Arc<Snapshot>);
 
 impl Serialize for Objects {
@@ -48,7 +47,6 @@ impl Type for Objects {
     const SIGNATURE: &'static Signature = ManagedObjects::SIGNATURE;
 }
 
-/// Answers `GetManagedObjects` from the present Snapshot.
 pub(super) struct ObjectManager(pub(super) watch::Receiver<Arc<Snapshot>>);
 
 #[interface(name = "org.freedesktop.DBus.ObjectManager", introspection_docs = false)]

@@ -1,4 +1,4 @@
-//! Keeps the service on the bus: connects as soon as there is a bus, publishes changes, and connects again after a disconnection.
+//! Connects the service to the bus, publishes changes there, and connects again after a disconnection.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -12,20 +12,19 @@ use super::{BusConnection, Request};
 use crate::supervisor::BusSignal;
 use common::published::snapshot::Snapshot;
 
-/// The first pause before another attempt to connect to the bus. The pause doubles up to the longest pause.
+/// The first and the longest pause before another attempt to connect to the bus. The pause doubles.
 const FIRST_BUS_PAUSE: Duration = Duration::from_millis(200);
 const LAST_BUS_PAUSE: Duration = Duration::from_secs(10);
 
-/// Runs the future that serves the bus on a separate thread, so that no number of calls keeps the supervisors
-/// waiting.
+/// Runs the future that serves the bus on a separate thread, so that any number of calls does not delay the supervisors.
 pub(crate) fn on_a_thread_of_its_own(bus: impl Future<Output = ()> + Send + 'static) -> io::Result<()> {
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
     thread::Builder::new().name("bus".to_owned()).spawn(move || runtime.block_on(bus))?;
     Ok(())
 }
 
-/// Stays on the bus as long as there is a bus, and connects again when there is a bus again. `joined` is true while the
-/// service is on the bus, and `changed` is notified when it has connected.
+/// Connects to the bus, and connects again after each disconnection. `joined` is true while the service is on the bus, and
+/// `changed` is notified when it has connected.
 pub(crate) async fn stay_on_the_bus(
     mut snapshot: watch::Receiver<Arc<Snapshot>>,
     requests: mpsc::Sender<Request>,

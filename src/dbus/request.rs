@@ -1,4 +1,4 @@
-//! Requests that only the daemon can carry out, their errors, and the limits for the names in them.
+//! Requests that only the main loop can carry out, their answers, and the limits for the names in them.
 
 use common::bus::error::RequestError;
 use std::collections::BTreeMap;
@@ -15,75 +15,61 @@ use common::bus::proxy::{ContainerStop, GroupOf};
 use common::host::control_groups;
 use common::published::client::ClientView;
 
-/// The longest time that the service works on a request. Callers stop waiting earlier, so this deadline ends only requests for
-/// which no caller waits any more.
+/// The longest wait for the main loop's answer to a request. Callers stop waiting earlier, so this deadline ends only requests
+/// for which no caller waits any more.
 const ANSWER_DEADLINE: Duration = Duration::from_secs(60);
 
-/// The answer to a call.
 pub(super) type Result<T> = std::result::Result<T, RequestError>;
 
-/// The channel for the answer to a request.
 pub type Reply<T> = oneshot::Sender<std::result::Result<T, RequestError>>;
 
-/// A request from the bus that only the daemon's loop can carry out. Without an answer within a minute the request
-/// fails.
 #[derive(Debug)]
 pub enum Request {
     /// Read the configuration again and put it in force. The answer is the generation of the published state after the reload.
     Reload(Reply<u64>),
-    /// List the processes that use the GPUs at this moment.
     Clients(Reply<Vec<ClientView>>),
-    /// Look at the clients of all GPUs. The answer comes when the Snapshot has these clients.
+    /// Find the present clients of all GPUs. The answer comes when the Snapshot has these clients.
     LookAtClients(Reply<()>),
-    /// End the GPU work of the process with this PID. The answer comes when the process is no client any more. With a
-    /// user id, the request is refused if the process belongs to another user.
+    /// End the GPU work of the process with this PID. With a user id, the request is refused if the process belongs to another
+    /// user. The answer comes when the process is no client any more.
     Terminate(u32, Option<u32>, Reply<()>),
-    /// End the GPU work of the clients of slices, which the caller has named. The answer comes when no such client is left.
+    /// End the GPU work of all clients of the named slices. The answer comes when their work has ended.
     ReleaseDevices(Vec<String>, Reply<()>),
-    /// End the GPU work of the clients in a container, which is named by its id or the beginning of its id. The
-    /// answer comes when no such client is left.
+    /// End the GPU work of all clients in a container, which is named by its id or by the beginning of its id. The answer comes
+    /// when their work has ended.
     ReleaseContainer(String, Reply<()>),
     /// End the GPU work of the clients that a signal to a container may end.
     ReleaseGroup(ContainerStop, Reply<()>),
-    /// Make the changes that wait for the end of clients. With false, the changes are made only if they wait for no client. With
-    /// true, the changes are made at once, which ends the clients.
+    /// Make the changes that wait for the end of clients. With false, only changes that no client prevents are made. With true,
+    /// all changes are made at once, which ends the clients.
     Apply(bool, Reply<()>),
-    /// Take slices and GPUs, which the caller has named, out of use for new clients. Without names, all slices are taken out of
-    /// use.
+    /// Drain the named slices and GPUs. Without names, drain all slices.
     Drain(Vec<String>, Reply<()>),
-    /// Put drained slices and GPUs, which the caller has named, into use again. Without names, all slices are put into use.
+    /// End the drain of the named slices and GPUs. Without names, end the drain of all slices.
     Undrain(Vec<String>, Reply<()>),
     /// Bind a control group to slices. The answer names the slices.
     Bind(WantedBinding, Reply<Vec<String>>),
-    /// End the binding of a control group to its slices.
     Unbind(GroupOf, Reply<()>),
-    /// Replace the server of a GPU, which the caller has named.
     RestartServer(String, Reply<()>),
 }
 
-/// The slices that a caller asks for.
 #[derive(Debug, PartialEq, Eq)]
 pub enum WantedSlices {
-    /// All slices that the caller has named. The name of a GPU stands for one of its free slices.
+    /// All named slices. The name of a GPU stands for one of its free slices.
     All(Vec<String>),
-    /// The first candidate that is free.
+    /// The first free candidate. The number is the slice's number of clients if the slice is full, and None otherwise.
     OneOf(Vec<(SliceId, Option<u32>)>),
 }
 
-/// A binding that a caller asks for.
 #[derive(Debug, PartialEq, Eq)]
 pub struct WantedBinding {
-    /// The slices to which the control group should be bound.
     pub slices: WantedSlices,
-    /// The control group that should be bound.
     pub group: GroupOf,
-    /// The name of the binding that people see; it may be empty.
+    /// The name of the binding that people see. It may be empty.
     pub label: String,
-    /// True if the slices may have other bindings too.
     pub shares: bool,
 }
 
-/// Passes a request to the daemon's loop and waits for the answer.
 pub(super) async fn ask<T>(
     requests: &mpsc::Sender<Request>,
     request: impl FnOnce(Reply<T>) -> Request,
@@ -103,13 +89,12 @@ pub(super) async fn ask<T>(
     }
 }
 
-/// The most bytes of the name of a device or the id of a container.
 pub(super) const NAME_MAX: usize = 64;
 
-/// The most devices that a caller may name at once; a host has some hundreds.
+/// The most devices that a caller may name at once. A host has some hundreds.
 const NAMES_MAX: usize = 1024;
 
-/// Refuses a text that can't be a name. The error does not repeat the text.
+/// Refuses a name that is too long. The error does not repeat the name.
 pub(super) fn bounded_name(name: &str) -> Result<()> {
     if name.len() <= NAME_MAX {
         return Ok(());
@@ -120,7 +105,6 @@ pub(super) fn bounded_name(name: &str) -> Result<()> {
     )))
 }
 
-/// Refuses a list that can't be a list of names.
 pub(super) fn bounded_names(names: &[String]) -> Result<()> {
     if names.len() > NAMES_MAX {
         let count = names.len();
@@ -131,11 +115,11 @@ pub(super) fn bounded_names(names: &[String]) -> Result<()> {
     names.iter().try_for_each(|name| bounded_name(name))
 }
 
-/// The most connections whose users are remembered. The bus allows a user 256 connections.
+/// The most connections whose users are remembered. The bus allows each user 256 connections.
 const CALLERS: usize = 1024;
 
-/// The users of the connections that have called the service, by the names of the connections. The user of a
-/// connection never changes, and its name is not used again, so the bus is asked once for each connection.
+/// The users of the connections that have called the service, by the names of the connections. The user of a connection never
+/// changes, and the bus never uses a name again. So the bus is asked once for each connection.
 #[derive(Debug, Clone, Default)]
 pub(super) struct Callers(Arc<Mutex<BTreeMap<String, u32>>>);
 
@@ -144,8 +128,8 @@ impl Callers {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// The path of the control group of the calling process. None if the process has ended, or the kernel does not name its
-    /// control group.
+    /// The path of the control group of the calling process. None if the process has ended, or if its control group is not
+    /// known.
     pub(super) async fn control_group_of(
         &self,
         connection: &Connection,
@@ -157,11 +141,8 @@ impl Callers {
         control_groups::path_of(pid).ok()
     }
 
-    /// The user who calls, as the bus has it from the kernel. None if root calls. If the service does not run as root, its own
-    /// user counts as root.
-    ///
-    /// # Errors
-    /// The bus does not know the caller, which has usually disconnected.
+    /// The user id of the caller. None for root. If the service does not run as root, its own user counts as root. The error
+    /// says that the bus does not know the caller, which has usually disconnected.
     pub(super) async fn user_behind(
         &self,
         connection: &Connection,

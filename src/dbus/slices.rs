@@ -1,5 +1,4 @@
-//! Hands out slices to callers for their programs. All methods that hand out slices decide by the same rules if a program may
-//! have a slice.
+//! Chooses slices for callers and their programs. All methods that hand out slices use the same rules.
 
 use std::collections::VecDeque;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -21,20 +20,17 @@ use common::published::container::{ChosenSlice, ContainerConfig, container_confi
 use common::published::free;
 use common::published::snapshot::Snapshot;
 
-/// The time within which a program that was given a slice usually becomes a client. A slice counts as used for this time after it
-/// was given to a program.
+/// A slice counts as used for this time after it was given to a program, since the program may not be a client yet.
 const REMEMBERED: Duration = Duration::from_secs(60);
 
 /// The most given slices that are remembered. If more slices are given, the oldest ones are forgotten.
 const MOST: usize = 1024;
 
-/// Chooses slices for the programs of callers.
 #[derive(Clone)]
 pub(super) struct SliceDesk {
     snapshot: watch::Receiver<Arc<Snapshot>>,
     requests: mpsc::Sender<Request>,
     callers: Callers,
-    /// The slices that the service has chosen within the time [`REMEMBERED`].
     given: Arc<Mutex<VecDeque<(Instant, SliceId)>>>,
 }
 
@@ -55,7 +51,7 @@ impl SliceDesk {
         call: &Header<'_>,
     ) -> Result<(Vec<String>, ContainerConfig)> {
         let clients = self.clients_for(wish).await?;
-        // A slice that is bound to the caller's own control group can be given to the caller.
+        // The caller may have a slice that is bound to the caller's own control group.
         let is_anything_bound = self.snapshot.borrow().bindings.iter().next().is_some();
         let group = if is_anything_bound { self.callers.control_group_of(bus, call).await } else { None };
         let asker = Asker { control_group: group.as_deref(), by: BoundBy::Platform, shares: wish.share };
@@ -76,7 +72,7 @@ impl SliceDesk {
         clients: &[ClientView],
         asker: Asker<'_>,
     ) -> Result<Vec<ChosenSlice<'s>>> {
-        // The lock is held until the choice is recorded, so that a concurrent caller gets another slice.
+        // The lock lasts until the choice is recorded, so that a concurrent caller gets another slice.
         let mut given = self.lock();
         let candidates = free::candidates(snapshot, &wish.names, clients, &recent(&given))?;
         let chosen = free::choose(snapshot, &candidates, &snapshot.bindings, asker)?;
@@ -84,7 +80,8 @@ impl SliceDesk {
         Ok(vec![chosen])
     }
 
-    /// The slices to which a control group should be bound: the named slices, or candidates of which the first free one is taken.
+    /// The slices to which a control group should be bound: either all named slices, or candidates of which the main loop takes
+    /// the first free one.
     pub(super) async fn to_bind(&self, wish: SliceWish) -> Result<WantedSlices> {
         let clients = self.clients_for(&wish).await?;
         if !wish.free {
@@ -95,8 +92,8 @@ impl SliceDesk {
         Ok(WantedSlices::OneOf(candidates))
     }
 
-    /// The present clients that count for the choice of a slice. If a control daemon does not answer, the choice is
-    /// made without the clients, since the caller may get a slice of another control daemon.
+    /// The clients that count for the choice of a free slice. If a control daemon does not answer, the choice is made without
+    /// clients, since the caller may get a slice of another control daemon.
     async fn clients_for(&self, wish: &SliceWish) -> Result<Vec<ClientView>> {
         if !wish.free {
             return Ok(Vec::new());

@@ -1,4 +1,4 @@
-//! Control groups with processes that are frozen, for example after `docker pause`. No signal continues a frozen process.
+//! Thaws control groups with frozen processes, for example after `docker pause`. No signal continues a frozen process.
 
 use std::ffi::OsStr;
 use std::fs;
@@ -51,22 +51,18 @@ impl Hierarchy {
     }
 }
 
-/// Thaws a control group, and adds an entry to `thawed`. When the entry in `thawed` is dropped, the control group is frozen
-/// again.
-///
-/// # Errors
-/// The kernel refuses: for example, the hierarchy is mounted read-only.
+/// Thaws a control group, and adds an entry to `thawed`. When this entry is dropped, the control group is frozen again.
 pub(super) fn thaw(kind: Hierarchy, group: PathBuf, thawed: &mut Vec<Thawed>) -> io::Result<()> {
     kind.set(&group, false)?;
-    // Another program may freeze the control group repeatedly, so that the service thaws it several times. One entry in
-    // `thawed` is enough to freeze the control group again.
+    // Another program may freeze the control group repeatedly. One entry in `thawed` is enough to freeze the control group
+    // again.
     if !thawed.iter().any(|known| (known.kind, &known.group) == (kind, &group)) {
         thawed.push(Thawed { kind, group });
     }
     Ok(())
 }
 
-/// The innermost control group that freezes this process, if there is one, with its hierarchy.
+/// The innermost control group that freezes this process, with its hierarchy. None if the process is not frozen.
 pub(super) fn holds(pid: u32) -> Option<(Hierarchy, PathBuf)> {
     let own = proc::cgroups(pid).ok()?;
     own.split(|byte| *byte == b'\n').flat_map(groups).find_map(|(kind, root, group)| {
@@ -79,7 +75,7 @@ pub(super) fn holds(pid: u32) -> Option<(Hierarchy, PathBuf)> {
     })
 }
 
-/// The control groups in a line of /proc/PID/cgroup that may freeze the process, each with its kind and the root of its
+/// The control groups in a line of `/proc/PID/cgroup` that may freeze the process, each with its kind and the root of its
 /// hierarchy.
 fn groups(line: &[u8]) -> Vec<(Hierarchy, PathBuf, PathBuf)> {
     let mut fields = line.splitn(3, |byte| *byte == b':').skip(1);
@@ -97,8 +93,8 @@ fn groups(line: &[u8]) -> Vec<(Hierarchy, PathBuf, PathBuf)> {
     }
 }
 
-/// A control group of another program that the service has thawed for a while. When this value is dropped, the
-/// control group is frozen again.
+/// A foreign control group that the service has thawed for a while. When this value is dropped, the control group is frozen
+/// again.
 #[derive(Debug)]
 pub(super) struct Thawed {
     kind: Hierarchy,

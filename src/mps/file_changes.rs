@@ -1,11 +1,10 @@
-//! Reports when files change: the logs of control daemons.
+//! Reports changes of files, which are the logs of control daemons.
 //!
 //! All watches share one inotify instance, since by default the kernel allows only 128 instances for all processes of a user.
-//! If the service can't get an inotify instance, code that waits for a change of a file has to look at the file from time to
-//! time.
+//! Without an inotify instance, a task that waits for a change has to check the file periodically.
 //!
-//! A watch reports one change of a file, and then has to be added again. A control daemon logs every question of the service,
-//! and with a permanent watch each such line would wake the service while it waits for the answer.
+//! A watch reports one change of a file, and then has to be added again. A control daemon logs every question of the service.
+//! With a permanent watch, each such line would wake the service while it waits for the answer.
 
 use common::host::inotify::{is_shortage, new_instance, no_files, shortage};
 use common::host::readable::Readable;
@@ -23,25 +22,21 @@ use tokio::sync::Notify;
 
 use common::host::proc;
 
-/// The time between two looks at a file for which the kernel reports no changes.
 pub(crate) const LOOK_PERIOD: Duration = Duration::from_secs(1);
 
-/// The service's only inotify instance. All clones share it.
+/// All clones share the service's only inotify instance.
 #[derive(Debug, Clone, Default)]
 pub(crate) struct FileChanges(Arc<Mutex<Shared>>);
 
 #[derive(Debug, Default)]
 struct Shared {
-    /// The inotify instance, which is None until the first watch makes it.
     queue: Option<Arc<Readable>>,
     /// The tasks that the next change wakes, by the inotify number of the watch.
     watches: BTreeMap<i32, Vec<Arc<Notify>>>,
-    /// The last error that was logged. The same error is not logged again.
     told: Option<Errno>,
 }
 
 impl FileChanges {
-    /// Returns a watch that has no files yet.
     pub(crate) fn watch(&self) -> FileWatch {
         FileWatch { changes: self.clone(), changed: Arc::default() }
     }
@@ -50,7 +45,6 @@ impl FileChanges {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Returns the inotify instance, and makes it if there is none.
     fn queue(&self, shared: &mut Shared) -> io::Result<Arc<Readable>> {
         if let Some(queue) = &shared.queue {
             return Ok(Arc::clone(queue));
@@ -64,7 +58,6 @@ impl FileChanges {
         Ok(queue)
     }
 
-    /// Logs an error that prevents all watches, unless it was logged already.
     fn warn_of_shortage(shared: &mut Shared, error: &io::Error) {
         let Some(errno) = Errno::from_io_error(error).filter(|errno| is_shortage(*errno)) else {
             tracing::debug!("a file can't be watched: {error}");
@@ -87,8 +80,8 @@ pub(crate) struct FileWatch {
 }
 
 impl FileWatch {
-    /// Adds a file to this watch for one change, by the file's descriptor and not by its path. A change before this
-    /// call is not reported. Returns false if the file can't be watched.
+    /// Adds a file to this watch, for one change. The descriptor names the file, since another file may be at its path. A
+    /// change before this call is not reported. Returns false if the file can't be watched.
     pub(crate) fn add_file(&self, file: &File) -> bool {
         let path = proc::open_file(proc::OWN, file.as_raw_fd());
         let mut shared = self.changes.lock();
@@ -134,13 +127,12 @@ impl Drop for FileWatch {
     }
 }
 
-/// Wakes the tasks whose files have changed, as long as there are watches.
 async fn pass_on(changes: FileChanges, queue: Arc<Readable>) {
     loop {
         match queue.until(read).await {
             Ok(changed) => wake(&mut changes.lock(), changed.as_ref()),
             Err(error) => {
-                // Only a runtime that is shutting down returns an error here, so there is nothing left to wait for.
+                // Only a runtime that shuts down returns an error here, so the task can end.
                 tracing::debug!("the changes that inotify reports can't be read: {error}");
                 return;
             }
@@ -148,8 +140,8 @@ async fn pass_on(changes: FileChanges, queue: Arc<Readable>) {
     }
 }
 
-/// The watches of files that have changed. None if the kernel has dropped changes, since there were more than it stores: each
-/// file may have changed.
+/// The watches of files that have changed. None if any file may have changed: the kernel's queue was full, and the kernel has
+/// dropped changes.
 fn read(queue: BorrowedFd<'_>) -> io::Result<Option<BTreeSet<i32>>> {
     let mut buffer = [MaybeUninit::uninit(); 4096];
     let mut reader = inotify::Reader::new(queue, &mut buffer);
@@ -162,7 +154,7 @@ fn read(queue: BorrowedFd<'_>) -> io::Result<Option<BTreeSet<i32>>> {
                 } else if let Some(changed) = &mut changed {
                     changed.insert(event.wd());
                 }
-                // If the buffer is full, the rest of the changes stays in the kernel's queue until the next read.
+                // Further changes stay in the kernel's queue until the next call.
                 if reader.is_buffer_empty() {
                     return Ok(changed);
                 }
@@ -173,8 +165,8 @@ fn read(queue: BorrowedFd<'_>) -> io::Result<Option<BTreeSet<i32>>> {
     }
 }
 
-/// Wakes the tasks whose files have changed, or all tasks if it is not known which files have changed. Forgets the watches of
-/// these files, which the kernel has removed.
+/// Wakes the tasks of the watches in `changed`, or all tasks if it is None. Also removes these watches from the list, since the
+/// kernel has removed them after their one change.
 fn wake(shared: &mut Shared, changed: Option<&BTreeSet<i32>>) {
     shared.watches.retain(|watch, wakes| {
         let touched = changed.is_none_or(|changed| changed.contains(watch));

@@ -1,6 +1,6 @@
-//! The pipe directory and the directories of slices: each has a hard link to the socket that the control daemon makes in its
-//! private directory. A client needs only this hard link, and a program that can reach only the link, and not the private
-//! directory, can't set limits for other programs.
+//! The links on disk: hard links to the socket of a control daemon, in the pipe directory and in each slice's directory. A
+//! client needs only such a link. The control daemon makes the socket in its private directory. A program that can't reach the
+//! private directory can't set limits for other programs.
 
 use std::collections::BTreeSet;
 use std::ffi::OsStr;
@@ -18,22 +18,21 @@ use common::problem::Problem;
 
 use common::directories::{self, ATTEMPTS, BadDirectory, SOCKET, clear_place, immutable};
 
-/// The name of the socket at which programs wait for a control daemon. The name is not longer than that of a control
-/// daemon's socket, since the path of a socket has a maximum length.
+/// The name of the waiting socket. It is not longer than the name of a control daemon's socket, since the path of a socket has
+/// a maximum length.
 pub(super) const WAITING: &str = "waiting";
 
-/// The name of a new link until it replaces the former link.
+/// The name of a new link until a rename replaces the former link by it.
 const NEW: &str = ".control.new";
 
-/// The names of further files that a control daemon makes in its directory. In a directory that should have only links,
-/// files with these names are from an earlier control daemon.
+/// Further files that a control daemon makes in its directory. If they are in a directory for links, an earlier control daemon
+/// has made them there.
 const LEFTOVERS: [&str; 4] = ["control_privileged", "control_lock", "log", "nvidia-cuda-mps-control.pid"];
 
-/// The largest number of entries that the service reads in the directory of slices, besides the directories of planned slices.
-/// A container with write access to the pipe directory can make any number of entries.
+/// The most entries that the service reads in the directory of slices, besides the directories of planned slices. A container
+/// with write access to the pipe directory can make any number of entries.
 const OTHERS: usize = 512;
 
-/// A control daemon's socket, to which hard links are made.
 #[derive(Debug)]
 pub(crate) struct Socket {
     directory: OwnedFd,
@@ -43,18 +42,10 @@ pub(crate) struct Socket {
 
 impl Socket {
     /// Finds the socket that a control daemon has made in its directory. None if there is no such socket.
-    ///
-    /// # Errors
-    /// The directory can't be used.
     pub(crate) fn find(control_directory: &Path) -> Result<Option<Self>, BadDirectory> {
         Self::find_named(control_directory, SOCKET)
     }
 
-    /// Finds the socket of the service at which programs wait, in the directory of a control daemon. None if there is no such
-    /// socket.
-    ///
-    /// # Errors
-    /// The directory can't be used.
     pub(super) fn find_waiting(control_directory: &Path) -> Result<Option<Self>, BadDirectory> {
         Self::find_named(control_directory, WAITING)
     }
@@ -65,11 +56,8 @@ impl Socket {
         Ok(id.map(|id| Self { directory, name, id }))
     }
 
-    /// Makes the link in the pipe directory point to this socket. Returns false if the link already pointed to this socket.
-    /// `moved` gets a message about each file that had to be renamed.
-    ///
-    /// # Errors
-    /// The directory can't be used, or the link can't be made.
+    /// Makes the link in the pipe directory point to this socket. Returns false if the link already pointed there. `moved` gets
+    /// a message about each file that had to be renamed.
     pub(crate) fn lead_from_pipe(
         &self,
         pipe_directory: &Path,
@@ -82,8 +70,8 @@ impl Socket {
         let leads = identity(&directory).map_err(|error| bad(pipe_directory, &error))? == Some(self.id);
         for name in LEFTOVERS.into_iter().filter(|_| !leads) {
             match unlink(&directory, name) {
-                // The entry `log` may also be the log directory, since `log` is the default name of the log directory.
-                // A directory stays.
+                // The log directory has the name `log` by default. `unlink` does not remove a directory, so the log directory
+                // stays.
                 Ok(()) | Err(Errno::NOENT | Errno::ISDIR) => {}
                 Err(error) => return Err(bad(pipe_directory, &error.into())),
             }
@@ -91,13 +79,14 @@ impl Socket {
         self.link(&directory, pipe_directory, moved)
     }
 
-    /// Makes the link. Returns false if the directory already had a link to this socket.
+    /// Returns false if the directory already had a link to this socket.
     fn link(&self, directory: &OwnedFd, path: &Path, moved: &mut Vec<String>) -> Result<bool, BadDirectory> {
         for _ in 0..ATTEMPTS {
             if identity(directory).map_err(|error| bad(path, &error))? == Some(self.id) {
                 return Ok(false);
             }
-            // The service may have crashed between making the link `NEW` and renaming it, so an old `NEW` is removed.
+            // The service may have crashed after it had made an earlier `NEW` and before the rename. So an old `NEW` is
+            // removed.
             match unlink(directory, NEW) {
                 Ok(()) | Err(Errno::NOENT) => {}
                 Err(Errno::ISDIR) => clear_place(directory, &path.join(NEW), "was a directory", moved)?,
@@ -120,17 +109,13 @@ impl Socket {
     }
 }
 
-/// Removes the link from a pipe directory if it points to this socket.
-///
-/// # Errors
-/// The link can't be removed.
 pub(crate) fn close_pipe(pipe_directory: &Path, socket: SocketId) -> Result<(), BadDirectory> {
     let Some(directory) = directories::existing(pipe_directory)? else { return Ok(()) };
     close(&directory, Some(socket)).map_err(|error| still_leads(pipe_directory, &error))
 }
 
-/// The directory that contains the slices' directories. The slices' directories are never removed: a container would still
-/// have the removed directory mounted.
+/// The directory that contains the slices' directories. The service never removes a slice's directory, since a container would
+/// still have the removed directory mounted.
 #[derive(Debug)]
 pub(crate) struct SliceDirectories {
     path: PathBuf,
@@ -139,28 +124,19 @@ pub(crate) struct SliceDirectories {
 
 impl SliceDirectories {
     /// Opens the directory, and makes it if it is missing. `moved` gets a message about each file that had to be renamed.
-    ///
-    /// # Errors
-    /// The directory, or the pipe directory, can't be used.
     pub(crate) fn make(path: &Path, moved: &mut Vec<String>) -> Result<Self, BadDirectory> {
         let parent = directories::open(path.parent().unwrap_or(Path::new("/")))?;
         Ok(Self { path: path.to_owned(), directory: directories::open_in(&parent, path, moved)? })
     }
 
-    /// Opens the directory. None if the directory of slices is missing.
-    ///
-    /// # Errors
-    /// The path is no directory of the service.
+    /// Opens the directory. None if it is missing.
     pub(crate) fn existing(path: &Path) -> Result<Option<Self>, BadDirectory> {
         let directory = directories::existing(path)?;
         Ok(directory.map(|directory| Self { path: path.to_owned(), directory }))
     }
 
     /// Makes the link in the directory of a slice point to a socket. A client that connects meanwhile finds the former socket
-    /// or the new socket. Returns true if the directory had no link to this socket before.
-    ///
-    /// # Errors
-    /// The slice's directory can't be used, or the link can't be made.
+    /// or the new one. Returns true if the directory had no link to this socket before.
     pub(crate) fn lead(
         &self,
         name: &str,
@@ -173,9 +149,6 @@ impl SliceDirectories {
     }
 
     /// Removes the link from the directory of a slice. If `socket` is given, a link to any other socket stays.
-    ///
-    /// # Errors
-    /// The link can't be removed.
     pub(crate) fn close(&self, name: &str, socket: Option<SocketId>) -> Result<(), BadDirectory> {
         let closed = match self.open(name) {
             Ok(directory) => close(&directory, socket),
@@ -185,11 +158,10 @@ impl SliceDirectories {
         closed.map_err(|error| still_leads(&self.path.join(name), &error))
     }
 
-    /// Makes the directories of the slices in `names`, and the directory that contains them, immutable, so that no
-    /// other user changes or adds directories.
+    /// Makes the directories of these slices immutable, and the directory that contains them, so that no other user can change
+    /// them.
     pub(crate) fn keep<'n>(&self, names: impl IntoIterator<Item = &'n String>) {
         for name in names {
-            // A slice that has no directory yet is skipped.
             if let Ok(directory) = self.open(name) {
                 keep(&directory, &self.path.join(name));
             }
@@ -197,13 +169,12 @@ impl SliceDirectories {
         keep(&self.directory, &self.path);
     }
 
-    /// Removes the immutable flag from the directories of the slices in `names`, from all other slices' directories
-    /// that have the flag, and from the directory that contains all slices.
+    /// Removes the immutable flag from the directories of all slices, and from the directory that contains them. The
+    /// directories of the slices in `names` need no search.
     fn release(&self, names: &BTreeSet<String>) {
-        // The immutable flag of the directory that contains all slices is set last and removed last. If the directory
-        // that contains all slices has no immutable flag, no slice's directory has the flag. So if the links of many
-        // control daemons are released one after another, the service searches all directories only for the first control
-        // daemon.
+        // The parent directory gets the immutable flag after the slices' directories, and loses it after them. So if the parent
+        // has no flag, no slice's directory has one, and no search for other slices is needed. When many control daemons
+        // release their links, only the first one searches.
         let kept = immutable::is_set(&self.directory).unwrap_or_default();
         let others = kept.then(|| self.others(names).unwrap_or_default());
         for name in names.iter().chain(others.iter().flatten()) {
@@ -217,8 +188,8 @@ impl SliceDirectories {
         rustix::fs::openat(&self.directory, name, flags, Mode::empty())
     }
 
-    /// The names of the existing directories that can belong to slices, without the names in `names`. The result may lack
-    /// some names if other users have made many files in the directory.
+    /// The directories that can belong to slices, except those in `names`. Some may be missing from the result if other users
+    /// have made many files.
     pub(crate) fn others(&self, names: &BTreeSet<String>) -> Result<Vec<String>, BadDirectory> {
         let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC;
         let entries = rustix::fs::openat(&self.directory, ".", flags, Mode::empty()).and_then(Dir::new);
@@ -232,8 +203,8 @@ impl SliceDirectories {
     }
 }
 
-/// Makes a pipe directory immutable, so that no other user changes it. A directory that also has foreign files, such as /run,
-/// does not become immutable, since other programs may need to change it.
+/// Makes a pipe directory immutable, so that no other user can change it. A directory that also has foreign files, such as
+/// /run, does not become immutable, since other programs may need to change it.
 pub(crate) fn keep_pipe(path: &Path, log_directory: &Path) {
     let log = log_directory.strip_prefix(path).ok().and_then(|below| below.iter().next());
     let is_ours = |name: &OsStr| {
@@ -256,8 +227,8 @@ fn keep(directory: &OwnedFd, path: &Path) {
     }
 }
 
-/// Lets all users with the right to write change and remove a pipe directory and the directories of slices again. `names` are the
-/// slices of the control daemon that used these directories.
+/// Removes the immutable flag from a pipe directory and from the directories of slices, so that other users can change them
+/// again. `names` are the slices of the control daemon that used these directories.
 pub(crate) fn release(pipe_directory: &Path, slice_directories: Option<&Path>, names: &BTreeSet<String>) {
     if let Some(Ok(Some(directories))) = slice_directories.map(SliceDirectories::existing) {
         directories.release(names);
@@ -271,7 +242,7 @@ fn unlink(directory: &OwnedFd, name: &str) -> rustix::io::Result<()> {
     immutable::change(directory, || rustix::fs::unlinkat(directory, name, AtFlags::empty()))
 }
 
-/// Removes the socket at which programs have waited, even from a directory that is immutable.
+/// Removes the waiting socket, even from a directory that is immutable.
 pub(super) fn remove_waiting(directory: &Path) {
     let removed = directories::existing(directory).map(|found| found.map(|found| unlink(&found, WAITING)));
     if let Ok(Some(Err(error))) = removed
@@ -287,7 +258,7 @@ fn close(directory: &OwnedFd, socket: Option<SocketId>) -> io::Result<()> {
         return Ok(());
     }
     match unlink(directory, SOCKET) {
-        // If the name is taken by a directory, there is no link to remove.
+        // If a directory has this name, there is no link to remove.
         Ok(()) | Err(Errno::NOENT | Errno::ISDIR) => Ok(()),
         Err(error) => Err(error.into()),
     }
@@ -315,7 +286,6 @@ fn still_leads(path: &Path, error: &io::Error) -> BadDirectory {
     }
 }
 
-/// The identity of the socket in a directory. None if the directory has no socket.
 fn identity(directory: impl AsFd) -> io::Result<Option<SocketId>> {
     identity_of(directory, SOCKET)
 }
@@ -353,8 +323,8 @@ mod tests {
             Socket::find(&self.root.path().join("private")).unwrap()
         }
 
-        /// Makes the links of these slices point to the socket and closes all others, as the supervisor does. Returns
-        /// the slices that had no such link before, and the files that were renamed.
+        /// Makes the links of these slices point to the socket and removes all other links, as the supervisor does. Returns the
+        /// slices that had no such link before, and messages about renamed files.
         fn lead_all(&self, names: &[&str]) -> (Vec<String>, Vec<String>) {
             let (mut made, mut moved) = (Vec::new(), Vec::new());
             let Some(socket) = self.socket() else { return (made, moved) };
@@ -381,7 +351,6 @@ mod tests {
             self.socket().unwrap().lead_from_pipe(&self.root.path().join("pipe"), &mut Vec::new()).unwrap()
         }
 
-        /// Replaces the socket by a new one, as a new control daemon does.
         fn renew(&mut self) {
             let path = self.root.path().join("private/control");
             fs::remove_file(&path).unwrap();
@@ -429,7 +398,7 @@ mod tests {
         let place = TestDirectory::new();
         assert_eq!(place.lead(&[A]), [A]);
         let at = |path: &str| place.root.path().join(path);
-        // Things in the directory of slices that are no slices of this control daemon: a slice of another control daemon, a
+        // Entries in the directory of slices that are no slices of this control daemon: a slice of another control daemon, a
         // file, a directory with a name that no slice has, and a symbolic link.
         fs::create_dir(at("pipe/slices").join(B)).unwrap();
         let _other = UnixListener::bind(at("pipe/slices").join(B).join("control")).unwrap();
@@ -446,7 +415,7 @@ mod tests {
         assert_eq!(place.lead(&[A]), [""; 0], "no control daemon listens yet");
     }
 
-    /// A file with the name of a link is renamed and not changed, even repeatedly.
+    /// A foreign file or directory in the place of a link, or of a slice's directory, is renamed and not changed.
     #[test]
     fn a_thing_in_the_way_is_renamed() {
         let place = TestDirectory::new();
@@ -490,7 +459,8 @@ mod tests {
         assert_eq!(directories.others(&BTreeSet::new()).unwrap().len(), OTHERS);
     }
 
-    /// With any number of slices: a control daemon looks at the directories of others only if some may have the flag.
+    /// A release removes the immutable flag from all slices' directories. It checks the directories of other slices only if the
+    /// parent directory has the flag.
     #[test]
     fn what_was_kept_is_given_back() {
         let place = TestDirectory::new();
@@ -517,7 +487,7 @@ mod tests {
         immutable::set(directories.open(A).unwrap(), false).unwrap();
     }
 
-    /// In the pipe directory of an earlier version of this service only the link remains.
+    /// The service removes the files that an earlier version has made in the pipe directory, so that only the link remains.
     #[test]
     fn the_pipe_directory_has_the_link_alone() {
         let mut place = TestDirectory::new();

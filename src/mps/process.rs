@@ -1,5 +1,4 @@
-//! Processes of the control daemon. No other module watches, signals or stops the processes of a control daemon;
-//! [`super::launch`] starts them.
+//! Processes of control daemons. No other module watches, signals or stops them; [`super::launch`] starts them.
 
 use std::convert::Infallible;
 use std::fs::File;
@@ -20,11 +19,11 @@ use super::process_handle::{ProcessHandle, unless_gone};
 use common::host::proc;
 use common::host::readable::Readable;
 
-/// A process with a handle: a signal can't reach a later process with the same PID.
+/// A process with a handle. A signal can't reach a later process with the same PID.
 #[derive(Debug)]
 pub(crate) struct Process {
     handle: ProcessHandle<Readable>,
-    /// The child process, which gives the exit status. None if the process is not a child of the service.
+    /// Gives the exit status. None if the process is not a child of the service.
     child: Option<Child>,
 }
 
@@ -33,10 +32,8 @@ impl Process {
         Ok(Self { handle: ProcessHandle::open(pid)?.watched()?, child })
     }
 
-    /// Opens a handle of a process that is not a child of the service. None if the process has ended.
-    ///
-    /// # Errors
-    /// The kernel refuses, for example because the service has no file descriptors left. The process may live.
+    /// Opens a handle of a process that is not a child of the service. None if the process has ended. After an error, the
+    /// process may still run.
     pub(crate) fn adopt(identity: ProcessId) -> io::Result<Option<Self>> {
         Ok(Self::open(identity.pid)?.filter(|process| process.identity() == identity))
     }
@@ -46,8 +43,8 @@ impl Process {
         unless_gone(Self::hold(pid, None))
     }
 
-    /// Opens the file of the process's standard output, even if that file was removed. Opens the file read-only if the
-    /// file's mode forbids writing.
+    /// Opens the file of the process's standard output, even if that file was removed. If the file's mode forbids writing, the
+    /// file is opened read-only.
     pub(crate) fn output_file(&self) -> io::Result<File> {
         let output = proc::open_file(self.identity().pid, 1);
         File::options().read(true).write(true).open(&output).or_else(|_| File::open(&output))
@@ -57,12 +54,12 @@ impl Process {
         self.handle.identity()
     }
 
-    /// Waits until the process has ended, and returns its exit status. None if the process is not a child of the
-    /// service.
+    /// Waits until the process has ended, and returns its exit status. None if the process is not a child of the service, since
+    /// only a parent gets the exit status.
     pub(crate) async fn exited(&mut self) -> Option<ExitStatus> {
         match &mut self.child {
-            // Waiting for a child makes the kernel remove the zombie of the child. On a kernel without pidfds the zombie
-            // stays until the service waits for the child.
+            // Waiting for a child removes its zombie. On a kernel without pidfds, the zombie stays until the service waits for
+            // the child.
             Some(child) => child.wait().await.ok(),
             None => {
                 self.handle.ended().await;
@@ -71,8 +68,8 @@ impl Process {
         }
     }
 
-    /// Returns the exit status as [`Process::exited`] does, if the process has ended or ends within a moment. The outer
-    /// None means that the process goes on.
+    /// Waits for the end of the process like [`Process::exited`], but only for a moment. The outer None means that the process
+    /// goes on.
     pub(crate) async fn exited_by_now(&mut self) -> Option<Option<ExitStatus>> {
         tokio::time::timeout(ENDING, self.exited()).await.ok()
     }
@@ -81,13 +78,13 @@ impl Process {
         tokio::time::timeout(patience, self.exited()).await.is_ok()
     }
 
-    /// Sends the process a signal. A process that has already ended is no error.
+    /// Signalling a process that has already ended is no error.
     pub(crate) fn signal(&self, signal: Signal) -> io::Result<()> {
         self.handle.signal(signal)
     }
 }
 
-/// Continues a process if SIGSTOP has stopped it, and returns a message that the process was stopped.
+/// Continues a process if SIGSTOP has stopped it. Returns a message for the log if the process was stopped.
 pub(crate) fn continue_if_stopped(pid: u32) -> Option<String> {
     let process = Process::open(pid).ok().flatten().filter(|_| is_stopped(pid))?;
     Some(match process.signal(Signal::CONT) {
@@ -96,10 +93,9 @@ pub(crate) fn continue_if_stopped(pid: u32) -> Option<String> {
     })
 }
 
-/// The pause between two attempts to open a handle of a process while the service has no file descriptors left.
+/// The pause before the next attempt to open a handle while the service has no free file descriptors.
 const HOLD_AGAIN: Duration = Duration::from_secs(1);
 
-/// Waits until a process that is not a child has ended.
 pub(crate) async fn ended(pid: u32) {
     loop {
         match Process::open(pid) {
@@ -116,26 +112,25 @@ pub(crate) async fn ended(pid: u32) {
     }
 }
 
-/// The number of checks that a process still runs after it was continued, and the pause between two checks. A debugger can
-/// stop a process and continue it at once, repeatedly.
+/// The number of checks that a continued process still runs, and the pause between two checks. A debugger can stop a process
+/// and continue it at once, repeatedly.
 const GO_ON_LOOKS: u32 = 20;
 const GO_ON_PAUSE: Duration = Duration::from_millis(5);
 
-/// The pause between two checks of a process that the service keeps running. Even if another program stops the process
-/// every 300 us, the process then runs part of the time.
+/// The pause between two checks of a process that the service continues each time it is stopped. Even if another program stops
+/// the process every 300 us, it then runs part of the time.
 const KEEP_PAUSE: Duration = Duration::from_millis(1);
 
 fn is_stopped(pid: u32) -> bool {
     proc::stat(pid).is_ok_and(|stat| stat.is_stopped())
 }
 
-/// True if a thread of the process is stopped. SIGSTOP stops all threads of a process; a debugger can stop a single
-/// thread.
+/// True if a thread of the process is stopped. SIGSTOP stops all threads of a process, but a debugger can stop a single thread.
 fn is_any_thread_stopped(pid: u32) -> bool {
     proc::threads(pid).iter().any(proc::Stat::is_stopped)
 }
 
-/// The time that the service waits for the end of a process that is probably about to end.
+/// The time that the service waits for a process that is probably about to end.
 const ENDING: Duration = Duration::from_millis(20);
 
 /// The time that a control daemon has to end after it has answered `quit`. Measured: 81 ms.
@@ -144,10 +139,10 @@ const QUIT_TIMEOUT: Duration = Duration::from_secs(5);
 /// The time that a control daemon has to end if it has not answered `quit`.
 const SILENT_TIMEOUT: Duration = Duration::from_secs(1);
 
-/// The time between SIGTERM and SIGKILL. Measured: 4 ms.
+/// The time between SIGTERM and SIGKILL. Measured: a control daemon ends within 4 ms after SIGTERM.
 const TERMINATE_TIMEOUT: Duration = Duration::from_secs(5);
 
-/// Asks a control daemon to end with its clients, so that its servers end cleanly, and returns true if the control daemon has
+/// Asks a control daemon to end with its clients, so that its servers end cleanly. Returns true if the control daemon has
 /// ended. `quit -t` can hang as long as a client runs, so the command has a deadline.
 pub(crate) async fn stop(
     process: &mut Process,
@@ -164,8 +159,8 @@ pub(crate) async fn stop(
     process.ends_within(patience).await
 }
 
-/// Ends a control daemon with its clients: with SIGTERM, then with SIGKILL. Returns the name of the
-/// last signal. Before this call, the caller reports the clients that will lose their work.
+/// Ends a control daemon with its clients: with SIGTERM, then with SIGKILL. Returns the name of the last signal. The caller
+/// must first report the clients that will lose their work.
 pub(crate) async fn end_by_signal(process: &mut Process, may_end: Permit) -> io::Result<&'static str> {
     tell_cause("is sent SIGTERM", process, may_end);
     process.signal(Signal::TERM)?;
@@ -192,8 +187,7 @@ fn patience_after(quit: Result<(), ControlError>, process: &Process) -> Duration
     }
 }
 
-/// True if the process that listens in the pipe directory is this process. Another control daemon may have taken over
-/// the pipe directory.
+/// True if this process listens in the pipe directory. Another control daemon may have taken over the directory.
 fn listens(process: &Process, control: &Control) -> bool {
     control.daemon_pid() == Some(process.identity().pid)
 }
@@ -201,8 +195,8 @@ fn listens(process: &Process, control: &Control) -> bool {
 /// The time that a control daemon without clients has to answer `quit`. Measured: 81 ms.
 const IDLE_QUIT_TIMEOUT: Duration = Duration::from_secs(3);
 
-/// Asks a control daemon that seems to have no client to end, and returns true if the control daemon has ended. If a client
-/// comes meanwhile, the control daemon stays until that client has ended, so no client loses work.
+/// Asks a control daemon that seems to have no client to end. Returns true if the control daemon has ended. If a client comes
+/// meanwhile, the control daemon ends only after this client, so no client loses work.
 pub(crate) async fn stop_idle(process: &mut Process, control: &Control, may_end: Permit) -> bool {
     tell_cause("is asked to end without clients", process, may_end);
     if !listens(process, control) {
@@ -212,8 +206,8 @@ pub(crate) async fn stop_idle(process: &mut Process, control: &Control, may_end:
     process.ends_within(patience).await
 }
 
-/// A handle of a process that the service has not started. While the process lives, no other process has its PID. So data from
-/// /proc/PID is about this process if [`Held::alive`] is true afterwards.
+/// A handle of a process that the service has not started. Facts from `/proc/PID` are about this process if [`Held::alive`] is
+/// true after they were read.
 #[derive(Debug, Clone)]
 pub(crate) struct Held(Arc<ProcessHandle<OwnedFd>>);
 
@@ -223,16 +217,14 @@ impl Held {
         Ok(unless_gone(ProcessHandle::open(pid))?.map(|hold| Self(Arc::new(hold))))
     }
 
-    /// Continues a process that is stopped by SIGSTOP or frozen by a control group.
-    ///
-    /// # Errors
-    /// The kernel refuses, or the process stays stopped.
+    /// Continues a process that SIGSTOP has stopped or that a control group freezes. An error means that the process stays
+    /// stopped.
     pub(crate) async fn go_on(&self) -> io::Result<GoingOn> {
         let pid = self.0.identity().pid;
         let mut going_on = GoingOn { held: self.clone(), thawed: Vec::new(), was_held: false };
         for _ in 0..GO_ON_LOOKS {
-            // If another program stops the process every 300 us, the process runs only right after SIGCONT. So the
-            // service checks twice, without a pause, that no thread of the process is stopped.
+            // If another program stops the process every 300 us, the process runs only right after SIGCONT, and a single check
+            // could find it running. So the service checks twice, without a pause, that no thread is stopped.
             if !going_on.continue_once(is_any_thread_stopped(pid))?
                 || !going_on.continue_once(is_any_thread_stopped(pid))?
             {
@@ -251,14 +243,14 @@ impl Held {
         self.identity().pid
     }
 
-    /// True if the process lives. A zombie does not.
+    /// A zombie does not count as alive.
     pub(crate) fn alive(&self) -> bool {
         self.0.is_alive()
     }
 }
 
-/// A process that the service continues each time that another program stops it. When this value is dropped, the
-/// control groups that were thawed for the process are frozen again.
+/// A process that [`GoingOn::keep`] continues each time that another program stops it. When this value is dropped, the control
+/// groups that were thawed for the process are frozen again.
 #[derive(Debug)]
 pub(crate) struct GoingOn {
     held: Held,
@@ -276,8 +268,8 @@ impl GoingOn {
         self.was_held
     }
 
-    /// Continues the process each time that another program stops it. The loop uses at most a tenth of a CPU, and never
-    /// returns.
+    /// Continues the process each time that another program stops it, and never returns. The loop uses at most a tenth of a
+    /// CPU.
     pub(crate) async fn keep(&mut self) -> Infallible {
         let pid = self.pid();
         let mut refused = String::new();
@@ -293,7 +285,6 @@ impl GoingOn {
         }
     }
 
-    /// Continues the process if it is stopped or frozen, and returns true if the process was stopped or frozen.
     fn continue_once(&mut self, stopped: bool) -> io::Result<bool> {
         let frozen = cgroup_freezer::holds(self.pid());
         let held = stopped || frozen.is_some();
@@ -314,7 +305,7 @@ mod tests {
 
     use super::*;
 
-    /// The program that the next test starts as a child: it only waits.
+    /// The next test runs this test in a child process, which only waits.
     #[test]
     #[ignore = "waits until it is killed"]
     fn waits() {
@@ -329,7 +320,7 @@ mod tests {
 
         let directory = tempfile::tempdir().unwrap();
         let program = directory.path().join(OsStr::from_bytes(b"\xff) \xfe"));
-        // The process gets the name of this link, which runs the test program itself.
+        // The process gets the name of this link, which leads to the test program itself.
         std::os::unix::fs::symlink(std::env::current_exe().unwrap(), &program).unwrap();
         let mut child = std::process::Command::new(&program)
             .arg0("waits")

@@ -1,7 +1,9 @@
 //! A handle of a process: a signal reaches this process or none, even if another process gets its PID. The handle is a pidfd,
-//! which Linux has from 5.3 on. The 4.18 and 4.19 kernels of RHEL 8, Debian 10 and openEuler 20.03 have no pidfds. On a
-//! kernel without pidfds the service polls the process, and compares its identity before each signal. On such a kernel
-//! another process could get the PID only in the microseconds between the comparison of the identity and the signal.
+//! which Linux has from 5.3 on.
+//!
+//! The 4.18 and 4.19 kernels of RHEL 8, Debian 10 and openEuler 20.03 have no pidfds. There the service polls the process, and
+//! compares its identity before each signal. The signal reaches another process only if the PID is reused in the microseconds
+//! after the comparison.
 
 use std::io;
 use std::os::fd::OwnedFd;
@@ -16,39 +18,34 @@ use common::host::identity;
 use common::host::proc;
 use common::host::readable::Readable;
 
-/// The pause between two polls of a process without a pidfd.
 const PAUSE: Duration = Duration::from_millis(100);
 
 #[derive(Debug)]
 pub(super) struct ProcessHandle<Fd> {
     identity: ProcessId,
-    /// The pidfd of the process. None if the kernel has no pidfds.
+    /// None if the kernel has no pidfds.
     pidfd: Option<Fd>,
 }
 
 impl ProcessHandle<OwnedFd> {
-    /// Opens a handle of the process that has this PID now.
-    ///
-    /// # Errors
-    /// The process has ended (see [`unless_gone`]), or the kernel refuses, for example because the service has no file
-    /// descriptors left.
+    /// Opens a handle of the process that has this PID now. The error says that the process has ended (see [`unless_gone`]), or
+    /// that the kernel refuses. For example, the service may have no file descriptors for the handle.
     pub(super) fn open(pid: u32) -> io::Result<Self> {
         let pidfd = match pidfd_open(number(pid)?, PidfdFlags::empty()) {
             Ok(pidfd) => Some(pidfd),
             Err(Errno::NOSYS) => None,
             Err(error) => return Err(error.into()),
         };
-        // The pidfd is opened before the identity is read. The pidfd and the identity then belong to the same process, unless
-        // it has ended meanwhile.
+        // The pidfd is opened before the identity is read. Both then belong to the same process, unless the process has ended
+        // meanwhile.
         Ok(Self { identity: identity::read(pid)?, pidfd })
     }
 
-    /// Returns the handle in a form with which tasks of the tokio runtime can wait for the end of the process.
     pub(super) fn watched(self) -> io::Result<ProcessHandle<Readable>> {
         Ok(ProcessHandle { identity: self.identity, pidfd: self.pidfd.map(Readable::new).transpose()? })
     }
 
-    /// True if the process lives. A zombie does not.
+    /// A zombie does not count as alive.
     pub(super) fn is_alive(&self) -> bool {
         let Some(pidfd) = &self.pidfd else { return identity::runs(self.identity) };
         let now = Timespec { tv_sec: 0, tv_nsec: 0 };
@@ -70,8 +67,8 @@ impl ProcessHandle<Readable> {
             }
             return;
         };
-        // A pidfd becomes readable when its process ends, and stays readable. Waiting for the pidfd fails only in a
-        // tokio runtime that is shutting down.
+        // A pidfd becomes readable when its process ends, and stays readable. Waiting for the pidfd fails only while the tokio
+        // runtime shuts down.
         if pidfd.until(|_| Ok(())).await.is_err() {
             std::future::pending::<()>().await;
         }
@@ -83,7 +80,7 @@ impl<Fd: std::os::fd::AsFd> ProcessHandle<Fd> {
         self.identity
     }
 
-    /// Sends the process a signal. A process that has already ended is no error.
+    /// Signalling a process that has already ended is no error.
     pub(super) fn signal(&self, signal: Signal) -> io::Result<()> {
         let sent = match &self.pidfd {
             Some(pidfd) => pidfd_send_signal(pidfd, signal),
@@ -97,7 +94,7 @@ impl<Fd: std::os::fd::AsFd> ProcessHandle<Fd> {
     }
 }
 
-/// Returns None for the error that there is no such process (ESRCH).
+/// Turns the error that there is no such process into None.
 pub(super) fn unless_gone<T>(found: io::Result<T>) -> io::Result<Option<T>> {
     match found {
         Err(error) if proc::is_gone(&error) => Ok(None),
@@ -116,7 +113,6 @@ mod tests {
 
     use super::*;
 
-    /// A handle as on an old kernel without pidfds.
     fn without_pidfd(pid: u32) -> ProcessHandle<OwnedFd> {
         ProcessHandle { identity: identity::read(pid).unwrap(), pidfd: None }
     }
@@ -130,7 +126,7 @@ mod tests {
             assert_eq!(held.identity(), identity::read(child.id()).unwrap());
             let watched = hold(child.id()).watched().unwrap();
             let waiting = tokio::spawn(async move { watched.ended().await });
-            // Each yield lets the runtime poll the task again, and look for descriptors that have become readable.
+            // Each yield lets the runtime poll the task and notice readable descriptors.
             for _ in 0..10 {
                 tokio::task::yield_now().await;
             }
@@ -157,7 +153,7 @@ mod tests {
         assert!(!proc::is_gone(&Errno::MFILE.into()));
     }
 
-    /// Without a pidfd, a later process with the same PID is not mistaken for this one.
+    /// Without a pidfd, the handle compares identities. So a signal does not reach a later process with the same PID.
     #[test]
     fn a_later_process_with_the_same_pid_is_left_alone() {
         let mut child = Command::new("cat").stdin(Stdio::piped()).spawn().unwrap();

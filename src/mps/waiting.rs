@@ -1,7 +1,6 @@
-//! The waiting socket: a socket of the service that replaces that of a control daemon. A CUDA program that connects to the
-//! waiting socket waits, since no process accepts the connection. Measured on an H200: a CUDA program waits as long as the
-//! waiting socket exists. When the waiting socket is gone, the CUDA program starts without MPS, unless the compute mode
-//! refuses it.
+//! The waiting socket: a socket of the service that replaces the socket of a control daemon. A CUDA program that connects to it
+//! waits, since no process accepts the connection. Measured on an H200: the program waits as long as the waiting socket exists.
+//! When the service closes the waiting socket, the program starts without MPS, unless the compute mode refuses it.
 
 use std::fs::{self, Permissions};
 use std::os::fd::OwnedFd;
@@ -19,10 +18,9 @@ use common::problem::Problem;
 
 use super::links_on_disk::{Socket, WAITING, remove_waiting};
 
-/// The most programs that are connected to the socket where programs wait. A further program waits in `connect()`.
+/// The most programs that wait with an open connection to the waiting socket. A further program waits in `connect()`.
 const PROGRAMS: i32 = 4096;
 
-/// The largest number of PIDs of waiting programs that are returned when the programs are released.
 const NAMED: usize = 1024;
 
 #[derive(Debug)]
@@ -32,11 +30,8 @@ pub(crate) struct WaitingSocket {
 }
 
 impl WaitingSocket {
-    /// Makes the socket in the directory of the control daemon's own socket, since hard links are possible only within one file
-    /// system.
-    ///
-    /// # Errors
-    /// The socket can't be made.
+    /// Makes the socket in the directory of the control daemon's own socket. The service makes hard links to the sockets, and
+    /// these are possible only within one file system.
     pub(crate) fn make(directory: &Path) -> Result<Self, BadDirectory> {
         let path = directory.join(WAITING);
         let made = || -> std::io::Result<OwnedFd> {
@@ -44,7 +39,7 @@ impl WaitingSocket {
             let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
             let listener = socket_with(AddressFamily::UNIX, SocketType::SEQPACKET, flags, None)?;
             bind(&listener, &SocketAddrUnix::new(&path)?)?;
-            // A control daemon gives its socket the same mode: a program needs write permission in order to connect.
+            // A program needs write permission to connect to the socket. A control daemon gives its own socket the same mode.
             fs::set_permissions(&path, Permissions::from_mode(0o666))?;
             listen(&listener, PROGRAMS)?;
             Ok(listener)
@@ -63,10 +58,7 @@ impl WaitingSocket {
         self.directory == directory
     }
 
-    /// The socket, for making hard links to it.
-    ///
-    /// # Errors
-    /// The socket was removed.
+    /// The socket as a target for hard links. The error says that the socket was removed.
     pub(crate) fn socket(&self) -> Result<Socket, BadDirectory> {
         let found = Socket::find_waiting(&self.directory)?;
         found.ok_or_else(|| BadDirectory {
@@ -78,8 +70,8 @@ impl WaitingSocket {
         })
     }
 
-    /// Releases the programs that have waited at the socket, and returns the PIDs of these programs. `own` is the PID
-    /// of the service.
+    /// Releases the programs that wait at the socket by closing their connections, and returns the PIDs of these programs.
+    /// `own` is the PID of the service.
     pub(crate) fn let_go(self, own: u32) -> Vec<u32> {
         let next = || match accept_with(&self.listener, SocketFlags::CLOEXEC) {
             Ok(program) => Ok(socket_peercred(&program).ok()),
@@ -90,8 +82,8 @@ impl WaitingSocket {
             match next() {
                 Ok(peer) => {
                     let pid = peer.map(|peer| peer.pid.as_raw_nonzero().get().unsigned_abs());
-                    // The service itself connects to the socket too, to find out which process listens there. The PID of
-                    // the service is not that of a waiting program.
+                    // The service also connects to the socket, to find out which process listens there. So the service's own
+                    // PID is not that of a waiting program.
                     waited.extend(pid.filter(|pid| *pid != own));
                 }
                 Err(Errno::INTR | Errno::CONNABORTED) => {}

@@ -1,6 +1,6 @@
-//! The directories with links to a control daemon. The supervisor and the main loop share these directories, so that the main
-//! loop can remove the links of a drained slice before it answers the request to drain, even while the supervisor waits for
-//! something. The core (`crates/core`) decides which links there should be.
+//! The links by which clients find a control daemon. The main loop and the supervisor share the links: the main loop removes
+//! those of a drained slice at once, even while the supervisor waits. The core (`crates/core`) decides which links there should
+//! be.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::PathBuf;
@@ -17,7 +17,6 @@ use super::state_file::SharedStateFile;
 use common::drained::ClosedDevices;
 use common::state_file::Running;
 
-/// The links by which clients find one control daemon, shared by all parts of the service that change them.
 #[derive(Debug, Clone)]
 pub(super) struct SharedAdmission {
     admission: Arc<Mutex<Admission>>,
@@ -54,7 +53,7 @@ fn linked(running: &Running) -> Linked<PathBuf> {
 }
 
 impl SharedAdmission {
-    /// The links to the control daemon of `plan`. The control daemon may run already.
+    /// The control daemon of `plan` may run already, with links from an earlier service.
     pub(super) fn new(
         plan: &ControlDaemonPlan,
         retiring: bool,
@@ -67,14 +66,14 @@ impl SharedAdmission {
             admission.links.release(&mut admission.directories);
         }
         let shared = Self { admission: Arc::new(Mutex::new(admission)), state_file, changed };
-        // Errors are ignored here: links are made only later, when the control daemon has the limits of the plan, and
-        // links that can't be removed are reported as an event.
+        // The error is ignored: this call only removes links, since the control daemon has no limits yet. Links that can't be
+        // removed are reported later.
         let _ = shared.apply();
         shared
     }
 
-    /// Takes a new order. `retiring` is true if the control daemon ends as soon as its clients have ended. Links that
-    /// `plan` does not need are removed at once.
+    /// Takes a new order, and removes links that the order does not need at once. `retiring` is true if the control daemon ends
+    /// as soon as its clients have ended.
     pub(super) fn pursue(&self, plan: &ControlDaemonPlan, retiring: bool) {
         {
             let Admission { links, directories } = &mut *self.lock();
@@ -83,15 +82,15 @@ impl SharedAdmission {
             }
             if retiring {
                 links.release(directories);
-                // A control daemon that retires gets no new link, so programs at its waiting socket would wait for ever. The
-                // socket is closed.
+                // A retiring control daemon gets no new link, so programs at its waiting socket would wait for ever. The socket
+                // is closed.
                 directories.waiting = None;
             }
         }
         let _ = self.apply();
     }
 
-    /// Makes the links point to the control daemon, which has the limits of `plan`.
+    /// Makes the links point to the control daemon, which must have the limits of `plan` already.
     pub(super) fn lead(&self, running: &Running, plan: &ControlDaemonPlan) -> Result<(), Bad> {
         {
             let Admission { links, directories } = &mut *self.lock();
@@ -101,10 +100,8 @@ impl SharedAdmission {
         self.apply()
     }
 
-    /// Makes the links point to the waiting socket, so that new programs wait.
-    ///
-    /// # Errors
-    /// Some links can't be changed, so programs still reach the control daemon.
+    /// Makes the links point to the waiting socket, so that new programs wait. The error names links that still lead to the
+    /// control daemon.
     pub(super) fn keep_waiting(&self) -> Result<(), String> {
         self.lock().links.keep_waiting();
         self.apply()?;
@@ -112,7 +109,6 @@ impl SharedAdmission {
         if open.is_empty() { Ok(()) } else { Err(open.join("; ")) }
     }
 
-    /// Makes the links point to the control daemon again, instead of the waiting socket.
     pub(super) fn reopen_ways(&self) {
         self.lock().links.reopen_ways();
         if let Err(bad) = self.apply() {
@@ -120,7 +116,7 @@ impl SharedAdmission {
         }
     }
 
-    /// Releases the programs that have waited for the control daemon, and returns the PIDs of these programs.
+    /// Stops the wait of programs at the waiting socket, and returns the PIDs of these programs.
     pub(super) fn let_go(&self) -> Vec<u32> {
         let Admission { links, directories } = &mut *self.lock();
         links.let_go();
@@ -128,7 +124,7 @@ impl SharedAdmission {
         waiting.map(|waiting| waiting.let_go(std::process::id())).unwrap_or_default()
     }
 
-    /// Takes note that no control daemon runs. Programs wait for the next control daemon, which makes a new socket.
+    /// Records that no control daemon runs. New programs then wait for the next control daemon.
     pub(super) fn end(&self) {
         {
             let Admission { links, directories } = &mut *self.lock();
@@ -139,8 +135,8 @@ impl SharedAdmission {
         }
     }
 
-    /// Makes and removes links, so that a slice that is closed in the state file has no link. The error says that the
-    /// control daemon's own directory can't be used.
+    /// Makes and removes links, so that no slice that is closed in the state file has a link. The error says that the control
+    /// daemon's own directory can't be used.
     pub(super) fn apply(&self) -> Result<(), Bad> {
         let closed = self.state_file.lock().closed();
         let mut admission = self.lock();
@@ -152,7 +148,7 @@ impl SharedAdmission {
         done
     }
 
-    /// Lets other users change and remove the directories of the links.
+    /// Removes the immutable flag from the directories of the links, so that other users can change and remove them.
     pub(super) fn release(&self) {
         let Admission { links, directories } = &mut *self.lock();
         links.release_for_good(directories);
@@ -162,9 +158,8 @@ impl SharedAdmission {
         self.lock().links.missing().clone()
     }
 
-    /// The changes of links that were not logged yet: the directories in which other programs had changed the link, and the
-    /// service has renewed it; the messages about files that were renamed to make room for links; and the links that can't be
-    /// removed.
+    /// The changes since the last call, for the log: directories whose link another program had changed and the service has
+    /// restored; messages about renamed files; links that can't be removed.
     pub(super) fn take_news(&self) -> (BTreeSet<PathBuf>, Vec<String>, BTreeSet<String>) {
         let Admission { links, directories } = &mut *self.lock();
         let ((renewed, stuck), slices_in) = (links.take_events(), links.slices_in());
@@ -176,13 +171,10 @@ impl SharedAdmission {
         (renewed, std::mem::take(&mut directories.moved), stuck)
     }
 
-    /// The directory that contains a directory for each slice. The links in the slices' directories point to the
-    /// control daemon.
     pub(super) fn slice_directories(&self) -> Option<PathBuf> {
         self.lock().links.slices_in()
     }
 
-    /// The links that could not be removed at the last attempt, in words.
     pub(super) fn stuck(&self) -> BTreeSet<String> {
         self.lock().links.stuck().clone()
     }
@@ -192,8 +184,8 @@ impl SharedAdmission {
     }
 }
 
-/// Removes the links of closed slices to a control daemon that has no supervisor. The error names a link that can't
-/// be removed.
+/// Removes the links of closed slices to a control daemon that has no supervisor. The error names the links that can't be
+/// removed.
 pub(crate) fn close_unsupervised(running: &Running, closed: &ClosedDevices) -> Result<(), String> {
     let mut admission = Admission::new(None, Some(running.clone()));
     admission.apply(closed)?;
@@ -218,22 +210,19 @@ impl Admission {
 
     fn apply(&mut self, closed: &ClosedDevices) -> Result<(), Bad> {
         let done = self.links.apply(&mut self.directories, closed);
-        // The descriptors of the directories are closed until the next pass over the links.
+        // The descriptors of the directories are open only during a pass over the links.
         (self.directories.socket, self.directories.slices) = (None, None);
         done
     }
 }
 
-/// The directories of a control daemon's links, with the descriptors that are open during a pass over them.
 #[derive(Debug)]
 struct FileDirectories {
     /// The control daemon that runs now, or that ran last.
     running: Option<Running>,
     socket: Option<Socket>,
-    /// The socket at which programs wait. None while no program waits.
     waiting: Option<WaitingSocket>,
     slices: Option<SliceDirectories>,
-    /// The messages about files that were renamed.
     moved: Vec<String>,
 }
 

@@ -1,5 +1,4 @@
-//! Finds processes that use a served GPU without its control daemon. MPS limits do not apply to a process that uses a
-//! GPU without the control daemon.
+//! Finds programs that use a served GPU without a server of the service. MPS limits do not apply to these programs.
 
 use std::collections::BTreeSet;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -9,41 +8,37 @@ use mps_core::terms::{GpuProcess, ProcessId};
 use common::host::identity;
 use common::host::proc;
 
-/// A process that uses a GPU without a server of this service.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct Bypass {
     pub gpu_uuid: String,
     pub process: ProcessId,
-    /// The command of the process, 15 characters at most.
+    /// The kernel cuts the name of a process at 15 characters.
     pub command: String,
-    /// The owner of the process in words that end a sentence, such as ` of user alice`. The owner is empty until the
-    /// process is reported.
+    /// The owner in words that end a sentence, such as ` of user alice`. Empty until the process is reported.
     pub owner: String,
-    /// The GPU memory that the process holds, in MiB.
     pub memory_mib: Option<u64>,
 }
 
 impl Bypass {
-    /// True if both are the same process on the same GPU.
+    /// True if both are the same process on the same GPU. The other fields may differ.
     pub(crate) fn is(&self, other: &Self) -> bool {
         self.gpu_uuid == other.gpu_uuid && self.process == other.process
     }
 }
 
-/// The processes without MPS that were reported. All control daemons that take turns on a GPU find the same
-/// processes, and each process is reported once.
+/// The bypasses that were reported. All control daemons that take turns on a GPU find the same bypasses, and only one of them
+/// reports each.
 #[derive(Debug, Clone, Default)]
 pub(crate) struct ToldBypasses(Arc<Mutex<BTreeSet<(String, ProcessId)>>>);
 
 impl ToldBypasses {
-    /// Returns the processes in `come` that were not reported yet, and records them as reported.
+    /// Returns the bypasses in `come` that were not reported yet, and records them as reported.
     pub(super) fn newly_told<'b>(&self, come: Vec<&'b Bypass>) -> Vec<&'b Bypass> {
         let mut told = self.lock();
         come.into_iter().filter(|bypass| told.insert(key(bypass))).collect()
     }
 
-    /// Returns the processes in `gone` whose use of a GPU was reported, and forgets them, so that the end of each is reported
-    /// once.
+    /// Returns the bypasses in `gone` that were reported before, and forgets them. So the end of each bypass is reported once.
     pub(super) fn newly_gone<'b>(&self, gone: Vec<&'b Bypass>) -> Vec<&'b Bypass> {
         let mut told = self.lock();
         gone.into_iter().filter(|bypass| told.remove(&key(bypass))).collect()
@@ -67,7 +62,6 @@ pub(crate) fn describe<'a>(processes: impl IntoIterator<Item = &'a Bypass>) -> S
     words.join(", ")
 }
 
-/// The living processes on a GPU that are neither servers nor clients of its control daemon.
 pub(crate) fn find(
     gpu_uuid: &str,
     processes: &[GpuProcess],

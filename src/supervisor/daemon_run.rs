@@ -1,4 +1,4 @@
-//! One run of a control daemon, from its start or take-over to its end: its process, its log, and its messages.
+//! One run of a control daemon, from its start or take-over to its end: its process, its log and the messages about it.
 
 use std::collections::VecDeque;
 use std::os::unix::process::ExitStatusExt;
@@ -21,43 +21,39 @@ use common::state_file::Running;
 use super::status::Reporter;
 use super::{BusSignal, Tools};
 
-/// The explanation of error 802, which is usual after a boot.
+/// The explanation of CUDA error 802, which is usual for a while after a boot.
 const FABRIC: &str = "error 802: the fabric manager, which connects the GPUs of this host, is not ready \
                       yet; see systemctl status nvidia-fabricmanager";
 
-/// The most characters that a message shows of each of the last lines of the log.
+/// The most characters of each log line in a message about the end of a control daemon.
 const WORDS_MAX: usize = 200;
 
-/// The number of last lines of the log that are remembered for the message about the end of a control daemon.
+/// The number of log lines in a message about the end of a control daemon or of a server.
 const LAST_WORDS: usize = 3;
 
-/// The doubt that a message about a fatal GPU error adds. Measured: the client that this line of the log named had not
-/// caused the error.
+/// Each message about a fatal GPU error ends with this text. Measured: the client that the log named had not caused the error.
 const DOUBT: &str = "the log can't tell which of these clients caused the error: its line \"Client {PID: \
                      ...} encountered a fatal GPU error\" names a client that was hit, not a client that \
                      caused the error";
 
-/// One run of a control daemon, from its start or take-over to its end, except for the facts on which the core's
-/// decisions depend.
+/// One run of a control daemon, without the facts on which the core decides: [`mps_core::serve::Known`] has those.
 #[derive(Debug)]
 pub(super) struct DaemonRun {
     pub(super) process: Process,
-    /// The exit status of the control daemon. None until the control daemon has ended, or if its process is not a child
-    /// of the service.
+    /// None until the control daemon has ended. Also None if it is not a child of the service, since only a parent gets the
+    /// exit status.
     pub(super) exit_status: Option<ExitStatus>,
-    /// The control daemon's entry in the state file. The entry may differ from the order that the supervisor has now.
+    /// The control daemon's entry in the state file. It may differ from the order that the supervisor has now.
     pub(super) running: Running,
     pub(super) control: Arc<Control>,
     pub(super) log: Follower,
-    /// The offset in the log up to which an earlier run of the service has passed the lines on to the journal: these
-    /// lines are not passed on again.
+    /// An earlier service has passed the log on to the journal up to this offset, in bytes. These lines are not passed on
+    /// again.
     pub(super) quiet_until: u64,
-    /// The problem with the log that was last reported.
     pub(super) log_trouble: Option<&'static str>,
-    /// The last lines of the log that may explain the end of the control daemon or of a server. No remembered line of
-    /// the log is older than the newest server.
+    /// The last log lines that may explain the end of the control daemon or of a server. The start of a server clears the list.
     last_words: VecDeque<String>,
-    /// Tasks that wait for the ends of the servers; each returns the PID of its server.
+    /// Each task waits for the end of one server, and returns the server's PID.
     pub(super) server_ends: JoinSet<u32>,
 }
 
@@ -94,7 +90,6 @@ impl DaemonRun {
         }
     }
 
-    /// Reports which clients have lost their work by the end of the control daemon.
     pub(super) fn tell_clients_of_the_end(&self, reporter: &Reporter, known: &Clients) {
         let id = reporter.id();
         let at_work = known.at_work(&id);
@@ -123,14 +118,13 @@ impl DaemonRun {
         format!("the control daemon ended{how}")
     }
 
-    /// Describes the end of the control daemon. If a signal has ended the control daemon, the last lines of its log do
-    /// not explain the end.
+    /// Describes the end of the control daemon. After a signal, the description omits the log, which can't explain the end.
     pub(super) fn how_it_ended(&self) -> String {
         let is_killed = self.exit_status.is_some_and(|status| status.signal().is_some());
         if is_killed { self.end() } else { self.end() + &self.words() }
     }
 
-    /// The last lines of the log, as the last words of a sentence about the end of the control daemon or of a server.
+    /// The last log lines as the end of a sentence. Empty if there are none.
     pub(super) fn words(&self) -> String {
         if self.last_words.is_empty() {
             return String::new();
@@ -149,17 +143,14 @@ impl DaemonRun {
         )
     }
 
-    /// The reason why the servers can't start yet, if the last lines of the log have one.
     pub(super) fn not_ready_yet(&self) -> Option<&'static str> {
         self.last_words.iter().any(|line| driver::fabric_is_not_ready(line)).then_some(FABRIC)
     }
 
-    /// True if the control daemon has ended because it did not know the multi-user option.
     pub(super) fn refuses_multiuser(&self) -> bool {
         self.last_words.iter().any(|line| driver::refuses_an_option(line))
     }
 
-    /// Reports the clients that a fatal GPU error has hit.
     pub(super) fn tell_hit(
         &self,
         server: u32,

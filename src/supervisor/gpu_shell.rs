@@ -1,4 +1,4 @@
-//! The GPUs of a control daemon: asks NVML for their processes and compute modes, and sets the modes.
+//! Asks NVML for the processes on a control daemon's GPUs and for their compute modes, and sets the modes.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -18,7 +18,7 @@ use super::bypass::{self, Bypass};
 impl GpuShell for Worker {
     async fn read_gpus(&mut self, gpus: &[GpuUuid], together: bool) -> Option<SeenGpus> {
         let served = ComputeMode::while_served(self.plan.tenure());
-        // For a GPU that does not answer, the processes of the last answer stay.
+        // If NVML does not answer for a GPU, `processes` still has the GPU's processes from the last answer.
         self.processes.retain(|gpu, _| gpus.contains(gpu));
         let mut seen = BTreeMap::new();
         for (uuid, look) in self.tools.nvml.read_gpus(gpus.to_vec(), together).await {
@@ -40,8 +40,8 @@ impl GpuShell for Worker {
             });
             seen.insert(uuid, look.map_err(Into::into));
         }
-        // The processes in `strangers` use a GPU without a server of the service. A message about a process that uses a GPU
-        // without MPS names the owner of the process, so the register looks at the process now.
+        // These processes use a GPU without MPS. A message about such a process names its owner, so the register of clients
+        // reads the owner now.
         let strangers = self.processes.values().flatten().filter(|process| !process.via_mps);
         let strangers: Vec<ProcessId> =
             strangers.filter_map(|process| identity::read(process.pid).ok()).collect();
@@ -92,8 +92,7 @@ impl GpuShell for Worker {
                 "GPU {name} is no longer used without an MPS server of this service by {who}"
             ));
         }
-        // The bypasses are replaced only if some have come or ended. If a change of the memory of a bypass counted too, each health
-        // check would publish a new status.
+        // A change of a bypass's memory alone is not published. Otherwise each health check would publish a new status.
         if is_news {
             self.reporter.update(|status| {
                 status.bypasses.retain(|bypass| bypass.gpu_uuid != *gpu);
@@ -126,9 +125,9 @@ impl GpuShell for Worker {
 }
 
 impl Worker {
-    /// The processes that NVML lists on a GPU, as far as they belong to this control daemon. If several control daemons
-    /// take turns on the GPU, the servers of the other control daemons are left out, and it is not known to which
-    /// control daemon a client belongs.
+    /// Removes the processes of other control daemons from NVML's list. If control daemons take turns on a GPU, NVML does not
+    /// say to which control daemon a client belongs. So all MPS clients are removed, and the servers of the other control
+    /// daemons.
     fn own(&self, mut there: Vec<GpuProcess>) -> Vec<GpuProcess> {
         if self.plan.tenure() == Tenure::InTurns {
             let others = self.tools.state_file.lock().pids_of_others(&self.plan.id);

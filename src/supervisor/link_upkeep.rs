@@ -1,6 +1,4 @@
-//! The links to a control daemon: the service makes them when the control daemon has its limits, and the health check
-//! restores links that a user has changed. If the directories of the links have the immutable flag, no user can change the
-//! links.
+//! Reports the changes of links to a control daemon, and the programs that waited for a control daemon in vain.
 
 use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
@@ -14,16 +12,16 @@ const MOVED_TOLD: usize = 4;
 const WAITED_TOLD: usize = 8;
 
 impl Worker {
-    /// Releases the programs that have waited for a control daemon, and reports their PIDs: these programs start without MPS, or
-    /// the driver refuses them.
+    /// Stops the wait of programs for a control daemon, and reports their PIDs. Each of these programs then starts without MPS,
+    /// or the driver refuses it.
     pub(super) fn let_go(&mut self) {
         let waited = self.admission.let_go();
         let Some(words) = have_waited(&waited) else { return };
         self.reporter.warning(words);
     }
 
-    /// Reports changes of links by other programs. `other` is the PID of a process other than the control daemon that
-    /// has listened in the pipe directory.
+    /// Reports links that other programs have changed, files that were renamed, and links that can't be removed. `other` is the
+    /// PID of a foreign process that has listened in the pipe directory.
     pub(super) fn report_links(&mut self, pipe_directory: &Path, other: Option<u32>) {
         let (renewed, moved, stuck) = self.admission.take_news();
         if let Some(again) = led_again(&renewed, pipe_directory, other) {

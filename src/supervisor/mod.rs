@@ -1,12 +1,6 @@
-//! Carries out the core's decisions about one control daemon: starts the process that serves a plan, and ends it.
-//!
-//! `starting` -> `ready` <-> `faulted`; `backoff` after a death or a failed start, `waiting` until something else has happened,
-//! `stopping` at the end. The supervisor confirms each effect before it reports the effect, and ends no client unless an
-//! administrator has asked for the end: a control daemon with clients serves the clients until they end.
-//!
-//! The core (`crates/core`) decides about the next act, and `run` carries the act out. [`start`](self) starts a control daemon or
-//! takes one over. The decisions about serving are in the core too (`crates/core/src/serve`); `shell` carries out the questions
-//! and acts of these decisions.
+//! Carries out the core's acts for one control daemon: takes it over or starts it, sets its limits, supervises it, and ends it.
+//! The core (`crates/core`) decides which act comes next. A control daemon with clients is ended only for a stop of the
+//! service, for MPS disabled, or for `apply --force`.
 
 pub(crate) mod admission;
 pub(crate) mod bypass;
@@ -55,52 +49,42 @@ use status::Reporter;
 pub(crate) use status::Status;
 pub(crate) use supervisor_handle::SupervisorHandle;
 
-/// The name of the control daemon's program in every driver package.
+/// NVIDIA's program, which is the control daemon and also its front end.
 pub(crate) const PROGRAM: &str = "nvidia-cuda-mps-control";
 
-/// The limit for lines of a control daemon's log that are passed on. The start of a server writes 20 lines, a fault 10 for each
-/// client; tenants can cause any number of lines.
+/// The limit for the lines of a control daemon's log that the service passes on to the journal. Tenants can cause any number of
+/// lines. The start of a server writes 20 lines, and a fatal GPU error 10 lines for each client.
 const LINES: RateLimit = RateLimit::new(500, 500, Duration::from_secs(10));
 
-/// The time between two searches for programs without MPS on a GPU whose compute mode does not refuse them.
+/// The time between two searches for programs that use a GPU without MPS. The service searches only on a GPU whose compute mode
+/// does not refuse these programs.
 const GUARD_PERIOD: Duration = Duration::from_secs(2);
 
-/// The channel for the answer to a request. A supervisor gets requests in addition to the acts that the core orders.
 type Answer = oneshot::Sender<Result<(), Problem>>;
 
-/// A signal of the service on D-Bus.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) enum BusSignal {
-    /// A server met a fatal GPU error, and the clients in `pids` were hit. The client that caused the error may be none
-    /// of the clients that were hit.
+    /// A server met a fatal GPU error. `pids` are the clients that were hit. The client that caused the error need not be among
+    /// them.
     ClientFault { gpu_uuid: String, pids: Vec<u32>, reason: String },
-    /// A slice has exceeded its budget, or exceeds other limits than before: the name of the slice, the exceeded
-    /// limits, each as one word, and the clients of the slice.
+    /// A slice exceeds its budget, or now exceeds other limits than before. Each reason is a word for an exceeded limit, such
+    /// as `memory`.
     OverUse { device: String, reasons: Vec<&'static str>, pids: Vec<u32> },
 }
 
-/// Everything that supervisors share.
 #[derive(Debug, Clone)]
 pub(crate) struct Tools {
-    /// Makes the front ends with which supervisors ask control daemons.
     pub front_ends: FrontEnds,
-    /// Asks NVML, and sets and restores compute modes.
     pub nvml: NvmlWorker,
-    /// The state file, which remembers the control daemons that were started.
     pub state_file: SharedStateFile,
-    /// Notified whenever the status of a supervisor changes.
+    /// Wakes the main loop when the status of a supervisor has changed.
     pub changed: Arc<Notify>,
-    /// The queue of signals for D-Bus.
     pub signals: mpsc::Sender<BusSignal>,
-    /// The processes without MPS that were reported already.
     pub told_bypasses: ToldBypasses,
-    /// The notifications that wake the tasks that watch over the clients of each GPU.
     pub wake_ups: GpuWakeUps,
-    /// The register of clients.
     pub clients: Clients,
-    /// Reports changes of the control daemons' logs.
     pub changes: FileChanges,
-    /// The moment from which the core's times are counted.
+    /// The core's times count from this moment.
     pub begun: Instant,
 }
 
@@ -115,8 +99,8 @@ impl From<ControlError> for Failure {
     }
 }
 
-/// The supervisor of one control daemon: its order, and the facts that it keeps beyond one run of the control daemon.
-// Each fact has a bool of its own, since no fact excludes another fact.
+/// The supervisor's order, and the facts that outlive one run of the control daemon.
+// The bools are independent facts, so no enum can replace them.
 #[allow(clippy::struct_excessive_bools)]
 #[derive(Debug)]
 struct Worker {
@@ -125,42 +109,35 @@ struct Worker {
     held: HeldGpus,
     tools: Tools,
     reporter: Reporter,
-    /// True if a control daemon has run before, so that the next start counts as a restart.
+    /// If true, the next start of the control daemon counts as a restart.
     has_run: bool,
-    /// True if a server has run before, so that the next server counts as a restart.
+    /// If true, the next start of a server counts as a restart.
     has_served: bool,
-    /// True if this driver's control daemon has refused the multi-user option. The service does not try the option
-    /// again.
+    /// True if this driver's control daemon has refused the multi-user option. Further starts omit the option.
     multiuser_refused: bool,
-    /// The processes on the GPUs of the control daemon, by UUID, when they were last read.
+    /// NVML's last list of the processes on each GPU, by the GPU's UUID.
     processes: BTreeMap<String, Vec<GpuProcess>>,
-    /// The limit for log lines that are passed on.
     rate_limit: RateLimit,
-    /// The directories with links to the control daemon.
     admission: SharedAdmission,
-    /// The links that the last report named as links that could not be removed.
     links_stuck: BTreeSet<String>,
-    /// The private directory that was reported because it is on another mount than the pipe directory. None: nothing
-    /// was reported.
+    /// The private directory that was reported because the pipe directory is a mount of its own. None if there was no such
+    /// report.
     not_beside: Option<PathBuf>,
 }
 
-/// A worker, and the control daemon that it supervises, if the control daemon runs.
 #[derive(Debug)]
 struct Machine {
     worker: Worker,
     reach: GpuReach,
-    /// The running control daemon, and all facts on which decisions about it depend. None if no control daemon runs.
+    /// The control daemon, and the facts on which the core's decisions about it depend. None if no control daemon runs.
     run: Option<(DaemonRun, Known)>,
-    /// The last failure, until the status shows it.
     failing: Option<Failing>,
-    /// The requests, each with the channel for its answer. None if the request has no answer.
     requests: mpsc::Receiver<(Requested, Option<Answer>)>,
 }
 
 impl Machine {
-    /// Carries out an act that the core has ordered, and returns the event that gives the core the outcome. The event is None
-    /// if the core does not wait for the outcome.
+    /// Carries out an act of the core, and returns the outcome as an event for the core. Returns None for `DaemonAct::Rest`,
+    /// since the core does not wait for its outcome.
     async fn act(
         &mut self,
         plan: ControlDaemonPlan,
@@ -169,8 +146,7 @@ impl Machine {
         act: DaemonAct,
         interrupt: oneshot::Receiver<()>,
     ) -> Option<CoreEvent<ControlDaemonPlan>> {
-        // `Rest` only publishes the result of the last act, and belongs to the order of that act. So the worker takes no
-        // new order for `Rest`.
+        // `Rest` only publishes the outcome of the act before it, and brings no new order.
         let is_rest = matches!(act, DaemonAct::Rest(_));
         if !is_rest {
             self.worker.take_order(plan, goal, held);
@@ -181,7 +157,7 @@ impl Machine {
             outcome = self.carry_out(act) => outcome,
         };
         if is_rest {
-            // Other tasks get the chance to publish the state before the next act, which may begin at once.
+            // The yield lets the main loop publish the state before the next act begins.
             yield_now().await;
             return None;
         }
@@ -209,7 +185,6 @@ impl Machine {
         done.unwrap_or_else(|failure| ActOutcome::Failed(self.failed(failure)))
     }
 
-    /// The event that gives the core the outcome of an act.
     fn done(&self, outcome: ActOutcome) -> CoreEvent<ControlDaemonPlan> {
         let id = &self.worker.plan.id;
         let state_file = self.worker.tools.state_file.lock();
@@ -217,8 +192,8 @@ impl Machine {
         CoreEvent::Done { id: id.clone(), written, watched: self.run.is_some(), outcome }
     }
 
-    /// Applies the order to the running control daemon, and watches the control daemon until it ends or the order has
-    /// to be applied again.
+    /// Applies the order to the running control daemon and supervises it. Returns when the control daemon has ended, or when
+    /// the order has to be applied again.
     async fn serve(&mut self) -> Result<ActOutcome, Failure> {
         self.show_places();
         let Some((run, known)) = &mut self.run else { return Ok(ActOutcome::Ended) };
@@ -232,8 +207,8 @@ impl Machine {
         }
     }
 
-    /// Shows the directories of the running control daemon, which may differ from the directories of the order, in the
-    /// status.
+    /// Publishes the directories of the running control daemon. After a reload they may differ from the directories of the
+    /// order.
     fn show_places(&self) {
         let Some((DaemonRun { running, .. }, _)) = &self.run else { return };
         let cpus = Cpus::allowed_for(running.process.pid).map(Cpus::describe);
@@ -245,14 +220,11 @@ impl Machine {
         });
     }
 
-    /// The core's [`Serving`] for the control daemon that runs, with the shell that carries out its acts. None if no
-    /// control daemon runs.
     fn serving(&mut self) -> Option<Serving<'_, RunShell<'_>>> {
         let (run, known) = self.run.as_mut()?;
         Some(self.worker.serving(run, known, &mut self.reach, None))
     }
 
-    /// Takes note that the control daemon of `run` runs, and returns the core's [`Serving`] for it.
     fn hold(&mut self, run: DaemonRun) -> Serving<'_, RunShell<'_>> {
         let known = self.worker.knows_of(&run, false);
         let (run, known) = self.run.insert((run, known));
@@ -272,13 +244,11 @@ impl Worker {
         Serving::new(RunShell { worker: self, run, requests, reply: None }, known, reach, wanted)
     }
 
-    /// The facts that are known about a control daemon that was just started or taken over.
     fn knows_of(&self, run: &DaemonRun, has_just_started: bool) -> Known {
         let Running { gpus, multiuser, .. } = &run.running;
         Known::new(gpus.clone(), *multiuser, has_just_started, self.tools.begun.elapsed())
     }
 
-    /// The part of the order on which serving depends.
     fn wanted(&self) -> Wanted {
         let plan = &self.plan;
         Wanted {
@@ -294,13 +264,12 @@ impl Worker {
         }
     }
 
-    /// True if the control daemon is needed only by its present clients.
+    /// True if the configuration does not need the control daemon any more. It then serves only its present clients.
     fn is_retiring(&self) -> bool {
         self.goal == Goal::Retire
     }
 
     fn take_order(&mut self, plan: ControlDaemonPlan, goal: Goal, held: HeldGpus) {
-        // If the new order has the same plan, the status stays as it is: nothing changes for clients.
         self.reporter.update(|status| status.take(&plan, SystemTime::now()));
         (self.plan, self.goal, self.held) = (plan, goal, held);
         let plan = &mut self.plan;

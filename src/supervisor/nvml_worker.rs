@@ -1,4 +1,4 @@
-//! The compute modes of GPUs that are served: sets, checks and restores them.
+//! Asks NVML about GPUs on threads other than the main loop's, and sets and restores compute modes.
 
 use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex, PoisonError};
@@ -15,29 +15,26 @@ use common::problem::Problem;
 use mps_core::kernel_limits::{LimitGoal, LimitOutcome, LimitedGroup};
 use mps_core::serve::ClientsOnGpus;
 
-/// The most questions to NVML about one GPU at the same time. A health check and a list of clients may coincide.
+/// The most simultaneous questions to NVML about one GPU. A health check and a list of clients may coincide.
 const QUESTIONS: usize = 4;
 
-/// The longest time that the service waits for an answer of NVML. Measured: 0.1 ms. For a GPU that has fallen off the bus the
-/// answer may never come.
+/// The longest wait for an answer of NVML. Measured: 0.1 ms. NVML may never answer for a GPU that has fallen off the bus.
 const NVML_TIMEOUT: Duration = Duration::from_secs(10);
 
-/// Asks NVML, and changes compute modes. The former compute mode of a GPU is recorded before each change.
 #[derive(Debug, Clone)]
 pub(crate) struct NvmlWorker {
-    /// The driver in force. None while the host has no driver: it may be installed late, or be removed.
+    /// None while the host has no driver. An administrator may install the driver late, or remove it.
     driver: Arc<Mutex<Option<Arc<Driver>>>>,
     state_file: SharedStateFile,
-    /// The questions that wait for NVML, by the UUID of the GPU: a GPU that does not answer must not prevent questions
-    /// about other GPUs.
+    /// The threads for questions, by the UUID of the GPU. A GPU that does not answer must not block questions about other GPUs.
     questions: Arc<Mutex<BTreeMap<String, Blocking>>>,
-    /// The running changes of compute modes, by the UUID of the GPU, at most one for each GPU: a change may still happen after
-    /// its caller has stopped waiting.
+    /// The threads for changes, by the UUID of the GPU. Each GPU has only one, since a change may still happen after its caller
+    /// has stopped waiting. The next change waits until the former one has happened.
     changes: Arc<Mutex<BTreeMap<String, Blocking>>>,
 }
 
-/// The present compute mode of a GPU, and the processes on it. The outer error is the reason why NVML does not give the
-/// compute mode. The inner error is the reason why NVML does not list the processes.
+/// The compute mode of a GPU, and the processes on it. The outer error is the reason why NVML does not give the compute mode.
+/// The inner error is the reason why NVML does not list the processes.
 pub(crate) type GpuLook = Result<(ComputeMode, Result<Vec<GpuProcess>, Problem>), Problem>;
 
 fn read_gpu(driver: &Driver, uuid: &str) -> GpuLook {
@@ -45,17 +42,15 @@ fn read_gpu(driver: &Driver, uuid: &str) -> GpuLook {
 }
 
 impl NvmlWorker {
-    /// Makes a worker that has no driver yet, and records the former compute modes of GPUs in `state_file`.
     pub(crate) fn new(state_file: SharedStateFile) -> Self {
         Self { driver: Arc::default(), state_file, questions: Arc::default(), changes: Arc::default() }
     }
 
-    /// Replaces the driver in force, for all clones of this worker.
+    /// Replaces the driver for all clones of this worker.
     pub(crate) fn use_driver(&self, driver: Option<Arc<Driver>>) {
         *self.driver.lock().unwrap_or_else(PoisonError::into_inner) = driver;
     }
 
-    /// The driver in force.
     pub(crate) fn driver(&self) -> Option<Arc<Driver>> {
         self.driver.lock().unwrap_or_else(PoisonError::into_inner).clone()
     }
@@ -84,7 +79,8 @@ impl NvmlWorker {
         .await
     }
 
-    /// Restores a GPU's former mode, unless the service has not changed it, or another program has changed it since.
+    /// Restores the compute mode that a GPU had before the service changed it. Does nothing if the service has not changed the
+    /// mode, or if another program has changed the mode since.
     pub(crate) async fn put_back(&self, uuid: &str) -> Result<(), Problem> {
         if self.driver().is_none() && self.state_file.lock().previous_compute_mode(uuid).is_none() {
             return Ok(());
@@ -125,15 +121,14 @@ impl NvmlWorker {
         .await
     }
 
-    /// Sets or removes a memory limit that the kernel enforces for a control group.
     pub(crate) async fn pursue_memory_limit(&self, place: &LimitedGroup, goal: &LimitGoal) -> LimitOutcome {
         let (group, goal) = (place.group.clone(), goal.clone());
         let asked = move |driver: &Driver, uuid: &str| Ok(driver.pursue_memory_limit(uuid, &group, &goal));
         self.change(&place.gpu, asked).await.unwrap_or_else(|problem| LimitOutcome::Refused(problem.into()))
     }
 
-    /// Reads the compute mode and the processes of each of these GPUs: on one thread if `together` is set and no GPU
-    /// hangs, otherwise on a thread for each GPU.
+    /// Reads the compute mode and the processes of each GPU. With `together`, one thread asks about all GPUs. If this thread
+    /// does not answer in time, or without `together`, each GPU has a thread of its own.
     pub(crate) async fn read_gpus(&self, gpus: Vec<String>, together: bool) -> BTreeMap<String, GpuLook> {
         if together {
             let asked = gpus.clone();
@@ -147,14 +142,10 @@ impl NvmlWorker {
         self.ask_each(&gpus, read_gpu).await
     }
 
-    /// The processes on a GPU, including MPS servers and their clients. The error is NVML's reason for not listing the
-    /// processes.
     pub(crate) async fn processes(&self, uuid: &str) -> Result<Vec<GpuProcess>, Problem> {
         self.ask(uuid, Driver::processes).await
     }
 
-    /// The processes on each of these GPUs, including MPS servers and their clients. Each error is NVML's reason for
-    /// not listing the processes of a GPU.
     pub(crate) async fn all_processes(
         &self,
         gpus: &[String],
@@ -162,15 +153,13 @@ impl NvmlWorker {
         self.ask_each(gpus, Driver::processes).await
     }
 
-    /// The PIDs of the MPS clients on each of these GPUs, as the driver knows them. An error if the driver does not
-    /// list MPS clients.
+    /// The PIDs of the MPS clients on each GPU. An error if the driver does not list MPS clients.
     pub(crate) async fn mps_clients(&self, gpus: &[String]) -> ClientsOnGpus {
         let there = self.ask_each(gpus, Driver::mps_clients).await.into_iter();
         there.map(|(gpu, clients)| (gpu, clients.map_err(String::from))).collect()
     }
 
-    /// Asks NVML about all these GPUs at the same time, so that the answers for several hung GPUs take no longer than
-    /// for one hung GPU.
+    /// Asks NVML about all GPUs at the same time. The answers for several hung GPUs then take no longer than for one.
     async fn ask_each<T: Send + 'static>(
         &self,
         gpus: &[String],

@@ -1,7 +1,7 @@
-//! The runtime directory, which only one service has at a time.
+//! The lock of the runtime directory, which only one service has at a time.
 //!
-//! A second service, usually started by hand while the unit runs, would take over the control daemons, and end them
-//! with their clients when it is interrupted.
+//! Without the lock, a second service that is started by hand would take over the control daemons. When it stopped, it would
+//! end them with their clients.
 
 use std::fs::{self, File};
 use std::io;
@@ -15,22 +15,21 @@ use rustix::fs::{FlockOperation, OFlags, fcntl_lock};
 use rustix::io::Errno;
 use rustix::process::{Flock, FlockType, fcntl_getlk};
 
-/// The name of the lock file in the runtime directory. The lock file is empty, since the kernel reports which process
-/// has the lock.
+/// The lock file is empty, since the kernel itself reports the PID of the lock's owner.
 const FILE: &str = "lock";
 
-/// The time for which a starting service waits for the former service to end, and the pause between two checks. A process
-/// that was killed may need seconds to free its memory.
+/// The longest wait for a former service to end, and the pause between two attempts to get the lock. A killed process may need
+/// seconds to free its memory.
 const PATIENCE: Duration = Duration::from_secs(3);
 const PAUSE: Duration = Duration::from_millis(50);
 
-/// The runtime directory, which belongs to this process as long as this value exists. The kernel releases the lock of
-/// the directory when the process ends, in any way, and child processes do not inherit the lock.
+/// The runtime directory, locked for as long as this value exists. The kernel releases the lock when the process ends, in any
+/// way. Child processes do not inherit the lock.
 #[derive(Debug)]
 pub(crate) struct RuntimeDirectory {
     path: PathBuf,
-    /// The lock file. Closing any descriptor of the lock file would release the lock, so the lock file is opened in one
-    /// place only.
+    /// The kernel releases the lock when the process closes any descriptor of the lock file. So the lock file must not be
+    /// opened anywhere else.
     lock: File,
 }
 
@@ -43,18 +42,16 @@ pub(crate) enum Unavailable {
     )]
     InUse {
         directory: PathBuf,
-        /// The PID of the process that has the lock. None if that process has just ended, or is in another PID
-        /// namespace.
+        /// The PID of the process that has the lock. None if this process has just ended, or is in another PID namespace.
         pid: Option<i32>,
     },
-    /// The runtime directory can't be made, or its lock file can't be locked.
     #[error("{}: {error}", .file.display())]
     Failed { file: PathBuf, error: io::Error },
 }
 
 impl RuntimeDirectory {
-    /// Takes the runtime directory as [`RuntimeDirectory::take`] does, and waits for a former service that was just
-    /// killed: the kernel releases the lock when that process has ended.
+    /// Like [`RuntimeDirectory::take`], but waits for another service that still has the lock. A service that was just killed
+    /// has the lock until its process has ended.
     pub(crate) async fn take_soon(path: &Path) -> Result<Self, Unavailable> {
         let deadline = Instant::now() + PATIENCE;
         loop {
@@ -65,7 +62,6 @@ impl RuntimeDirectory {
         }
     }
 
-    /// Takes the lock of the runtime directory, and makes the directory if it is missing.
     pub(crate) fn take(path: &Path) -> Result<Self, Unavailable> {
         let failed = |file: &Path| {
             let file = file.to_owned();
@@ -92,7 +88,6 @@ impl RuntimeDirectory {
         }
     }
 
-    /// Takes the runtime directory again if another program has removed the directory or its lock file.
     pub(crate) fn keep(&mut self) -> Result<(), Unavailable> {
         let there = fs::symlink_metadata(self.path.join(FILE)).ok();
         let ours = self.lock.metadata().ok();
@@ -108,7 +103,6 @@ impl RuntimeDirectory {
     }
 }
 
-/// The PID of the process that has the lock.
 fn holder(lock: &File) -> Option<i32> {
     let asked = fcntl_getlk(lock, &Flock::from(FlockType::WriteLock)).ok()??;
     asked.pid.map(|pid| pid.as_raw_nonzero().get())

@@ -1,5 +1,5 @@
-//! Carries out the questions and acts by which the core serves a control daemon: with the control daemon's front end and
-//! process, NVML, files and the journal.
+//! Carries out the core's questions and acts while a control daemon serves. It uses the control daemon's front end and process,
+//! NVML, files and the journal.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
@@ -28,25 +28,22 @@ use super::bypass;
 use super::daemon_run::DaemonRun;
 use super::{Answer, Worker};
 
-/// The user id with which a server is started ahead of its first client.
+/// The user id with which the service starts a server ahead of its first client.
 const ROOT: u32 = 0;
 
-/// The control daemon's shell during one act: the worker, the running control daemon, and the queue of requests.
 #[derive(Debug)]
 pub(super) struct RunShell<'m> {
     pub(super) worker: &'m mut Worker,
     pub(super) run: &'m mut DaemonRun,
-    /// The queue of requests, or None if the present act takes no requests.
+    /// None if the present act takes no requests.
     pub(super) requests: Option<&'m mut mpsc::Receiver<(Requested, Option<Answer>)>>,
-    /// The channel for the answer to the last request that was taken. None if the last request that was taken has no
-    /// answer.
+    /// The channel for the answer to the last request. None if this request has no answer.
     pub(super) reply: Option<Answer>,
 }
 
 impl GpuShell for RunShell<'_> {
     async fn read_gpus(&mut self, gpus: &[GpuUuid], together: bool) -> Option<SeenGpus> {
-        // A GPU may answer late or never. While the service waits for a GPU's answer, it must notice the end of the
-        // control daemon.
+        // NVML may answer late or never. While the service waits for NVML, it must notice the end of the control daemon.
         let status = tokio::select! {
             seen = self.worker.read_gpus(gpus, together) => return seen,
             status = self.run.process.exited() => status,
@@ -92,12 +89,12 @@ impl Shell for RunShell<'_> {
         };
         Ok(tokio::select! {
             biased;
-            // A tenant can write lines without end, and the few requests of administrators must not wait for the last line.
+            // A tenant can cause lines without end. So the few requests of administrators come before the lines.
             Some((request, reply)) = request => {
                 self.reply = reply;
                 Occurrence::Asked(request)
             }
-            // Lines of the log come before the end of the control daemon, since they explain the end.
+            // Lines of the log come before the end of the control daemon, since they may explain the end.
             line = self.run.log.next() => match line {
                 Ok(line) => Occurrence::Said(self.note(&line)),
                 Err(error) => {
@@ -317,8 +314,8 @@ impl Shell for RunShell<'_> {
         let led = admission.lead(&self.run.running, &self.worker.plan);
         self.run.running.slice_directories = admission.slice_directories();
         self.worker.report_links(&self.run.running.pipe_directory, None);
-        // A missing link counts as a failure and not as a blocker of the order: the service pauses after a failure, but
-        // after a blocker it would end an idle control daemon and start it again without a pause.
+        // A missing link counts as a failure and not as a blocker. The service pauses after a failure. For a blocker, it would
+        // end an idle control daemon and start it again without a pause.
         led.map_err(Failure::Waiting)
     }
 
@@ -468,15 +465,15 @@ impl RunShell<'_> {
         self.worker.reporter.event(format!("control daemon {id} (PID {pid}) ended by {how}"));
     }
 
-    /// Publishes the CPUs on which the control daemon may run. Another program may have bound the control daemon or
-    /// its control group to CPUs.
+    /// Publishes the CPUs on which the control daemon may run. Another program may have bound the control daemon or its control
+    /// group to fewer CPUs.
     fn show_cpus(&self) {
         let cpus = Cpus::allowed_for(self.pid()).map(Cpus::describe);
         self.worker.reporter.update(|status| status.view.cpus = cpus);
     }
 
-    /// Records a line of the log in the facts about the run, and passes it on to the service's log unless there are
-    /// too many lines.
+    /// Updates the register of clients from a line of the log. A line that no service has passed on yet goes to the journal,
+    /// unless there are too many lines.
     fn note(&mut self, line: &Line) -> Said {
         let run = &mut *self.run;
         let is_news = run.log.offset() > run.quiet_until;

@@ -1,5 +1,5 @@
-//! Takes over a control daemon of an earlier service, replaces a control daemon that the service has not started, or starts a new
-//! one.
+//! Takes over a control daemon of an earlier service, or starts a new one. An idle foreign control daemon in the pipe directory
+//! is ended first.
 
 use common::host::program;
 use std::path::{Path, PathBuf};
@@ -22,7 +22,6 @@ use super::daemon_run::DaemonRun;
 use super::{Machine, PROGRAM, Worker};
 
 impl Machine {
-    /// Takes over the control daemon in the state file, if it still lives.
     pub(super) async fn take_over(&mut self) -> Result<(), Failure> {
         let id = self.worker.reporter.id();
         let Some(running) = self.worker.tools.state_file.lock().control_daemon(&id).cloned() else {
@@ -31,7 +30,6 @@ impl Machine {
         let process = match Process::adopt(running.process) {
             Ok(Some(process)) => process,
             Ok(None) => {
-                // The state file names a control daemon that has ended while no service ran.
                 self.worker.end_run(&mut self.run, None);
                 return Ok(());
             }
@@ -45,8 +43,9 @@ impl Machine {
         let control = Arc::new(self.worker.tools.front_ends.control_in(running.control_directory()));
         let pid = running.process.pid;
         let log_path = running.log_directory.join("control.log");
-        // The log is opened through the control daemon's standard output, since the file in the log directory may have
-        // been removed. The log is read from the beginning, since the lines about running servers may be old.
+        // The control daemon writes its log to its standard output. The service opens the log there, since the file in the log
+        // directory may have been removed. The log is read from the beginning, since the lines about running servers may be
+        // old.
         let log = process.output_file().and_then(|file| {
             let length = file.metadata()?.len();
             Ok((Follower::new(file, &log_path, 0, &self.worker.tools.changes), length))
@@ -54,8 +53,8 @@ impl Machine {
         let (log, length) = log.map_err(|error| {
             Failure::Failed(format!("the log of control daemon PID {pid} can't be opened: {error}"))
         })?;
-        // If the log was truncated while no service ran, it is shorter than the saved offset. The lines of a log that was
-        // truncated are new, and must be passed on to the journal.
+        // Another program may have truncated the log while no service ran. The saved offset is then too large, and new lines
+        // would not be passed on to the journal.
         let quiet_until = running.log_offset.min(length);
         self.worker.has_run = true;
         self.worker.reporter.update(|status| status.view.pid = Some(pid));
@@ -66,7 +65,6 @@ impl Machine {
         Ok(())
     }
 
-    /// Starts a control daemon for the order.
     pub(super) async fn start(&mut self) -> Result<(), Failure> {
         let (plan, wanted) = (&self.worker.plan, self.worker.wanted());
         let has_other_ways = plan.slice_directories.is_some() || plan.private_directory.is_some();
@@ -85,12 +83,11 @@ impl Machine {
     }
 }
 
-/// Carries out the core's questions and acts of the start of a control daemon.
 #[derive(Debug)]
 struct StartShell<'m> {
     worker: &'m mut Worker,
     run: &'m mut Option<(DaemonRun, Known)>,
-    /// The path of the control daemons' program. Empty until the program is found.
+    /// The path of the control daemon's program. Empty until `find_program` sets it.
     program: PathBuf,
 }
 
@@ -142,16 +139,16 @@ impl Starter for StartShell<'_> {
         let bad_directory = |error: BadDirectory| Failure::Waiting(error.to_string());
         let mut moved = Vec::new();
         let pipe = match (plan.tenure(), plan.pipe_directory.parent()) {
-            // The parent directory may be immutable, since the service protects it for a control daemon of other GPUs.
-            // `open_in` removes the immutable flag while it changes the parent directory.
+            // The parent directory may be immutable, since the service protects it for a control daemon of another GPU.
+            // `open_in` removes the immutable flag for the time of the change.
             (Tenure::InTurns, Some(above)) => directories::open(above)
                 .and_then(|above| directories::open_in(&above, &plan.pipe_directory, &mut moved)),
             _ => directories::open(&plan.pipe_directory),
         };
         let pipe = pipe.map_err(bad_directory)?;
         if plan.private_directory.is_none() || plan.log_directory.starts_with(&plan.pipe_directory) {
-            // The control daemon makes files in this directory, so the immutable flag that an earlier control daemon has left
-            // is removed.
+            // The control daemon makes files in this directory. So the service removes the immutable flag that it may have set
+            // for an earlier control daemon.
             let _ = immutable::set(&pipe, false);
         }
         let reporter = &mut self.worker.reporter;
@@ -188,7 +185,6 @@ impl Starter for StartShell<'_> {
 }
 
 impl Worker {
-    /// Returns the front end for the control daemon that listens in one of the order's directories, and the directory.
     fn control_in(&self, place: StartPlace) -> (Control, &Path) {
         let plan = &self.plan;
         let directory = match place {
@@ -198,7 +194,6 @@ impl Worker {
         (self.tools.front_ends.control_in(directory), directory)
     }
 
-    /// Records a new control daemon in the state file.
     fn write_down(&self, running: &Running) -> Result<(), Failure> {
         let written =
             self.tools.state_file.lock().remember_control_daemon(self.reporter.id(), running.clone());
@@ -209,13 +204,12 @@ impl Worker {
         })
     }
 
-    /// Makes sure that the order's control daemon can make its FIFO. Returns a message if a directory was renamed to make
-    /// room for the FIFO.
+    /// Makes room for the FIFO that the control daemon makes for its log. Returns a message if a directory had to be renamed.
     fn free_place_of_fifo(&self) -> Result<Option<String>, BadDirectory> {
         let plan = &self.plan;
         let place = plan.control_directory().join(driver::LOG_FIFO);
-        // The log directory can be at the path of the FIFO, or below it, only if the plan had a private directory for
-        // the control daemon and the host can't have a private directory.
+        // This happens only after the supervisor has given up the private directory. The control daemon then makes its FIFO in
+        // the pipe directory, where the log directory may be too.
         if plan.log_directory.starts_with(&place) {
             let problem = Problem::new(
                 "is the path at which the control daemon makes a FIFO, so the control daemon would write no \
@@ -227,7 +221,6 @@ impl Worker {
         directories::free_place_of_fifo(plan.control_directory())
     }
 
-    /// Starts the control daemon's process, and follows its log from the beginning.
     async fn spawn(
         &mut self,
         program: &Path,
@@ -304,7 +297,6 @@ impl Worker {
     }
 }
 
-/// The environment variables that tell a control daemon its directories and its GPUs.
 fn environment(plan: &ControlDaemonPlan, gpus: &[String]) -> [(&'static str, String); 4] {
     [
         (driver::PROTOCOL.0, driver::PROTOCOL.1.to_owned()),

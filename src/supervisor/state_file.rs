@@ -1,8 +1,8 @@
-//! Facts that must survive this service: its control daemons, the compute mode that each GPU had before the service changed it,
-//! the path of the CDI spec, the slices that an administrator has drained, and the control groups that are bound to slices.
+//! The state file: facts that must survive a restart or a crash of the service, such as its control daemons, the former compute
+//! modes and the bindings.
 //!
-//! The facts are in one small file in the runtime directory. Like a process and a compute mode, the runtime directory exists
-//! until the next boot, also after a restart or a crash of the service.
+//! The file is in the runtime directory, which exists until the next boot. The control daemons and the changed compute modes do
+//! not survive a boot either.
 
 use common::state_file::{Contents, FILE, MAX_BYTES, Running, read};
 use std::collections::{BTreeMap, BTreeSet};
@@ -22,7 +22,6 @@ use common::drained::{ClosedDevices, Drained};
 use common::host::compute_mode::ComputeMode;
 use common::whole_file;
 
-/// The state file, shared by all parts of the service that write to it.
 #[derive(Debug, Clone)]
 pub(crate) struct SharedStateFile(Arc<Mutex<StateFile>>);
 
@@ -32,31 +31,30 @@ impl SharedStateFile {
     }
 
     pub(crate) fn lock(&self) -> MutexGuard<'_, StateFile> {
-        // A panic in another thread leaves the state file complete, since every method leaves it complete. So the lock of the
-        // state file can be used even if it is poisoned.
+        // Every method leaves the state file complete, even after a panic in another thread. So a poisoned lock can be used.
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
-/// The content of the state file, and the directory that has the file.
 #[derive(Debug)]
 pub(crate) struct StateFile {
     directory: RuntimeDirectory,
     contents: Contents,
     written: WrittenBindings,
-    /// The [`stamp`] of the file when the service last read or wrote it. None if the state file did not exist.
+    /// The [`stamp`] of the file after the service last read or wrote it. None if there was no file.
     whole: Option<(u64, u64, SystemTime)>,
 }
 
-/// The inode, the length and the last change of a file, by which a changed or replaced file is noticed.
+/// The inode, the length and the modification time of a file. A difference shows that another program has changed or replaced
+/// the file.
 fn stamp(file: &Path) -> Option<(u64, u64, SystemTime)> {
     let found = fs::symlink_metadata(file).ok()?;
     Some((found.ino(), found.len(), found.modified().ok()?))
 }
 
 impl StateFile {
-    /// Opens the state file in `directory`. A damaged file is ignored with a warning, and the next change overwrites it, so only
-    /// the recorded facts are lost.
+    /// Opens the state file in `directory`. A damaged file counts as empty and causes a warning, and the next change overwrites
+    /// it.
     pub(crate) fn open(directory: RuntimeDirectory) -> Self {
         let file = directory.path().join(FILE);
         let whole = stamp(&file);
@@ -72,8 +70,8 @@ impl StateFile {
         Self { directory, contents: contents.unwrap_or_default(), written, whole }
     }
 
-    /// Records the present compute mode of a GPU and the new mode, before the mode is changed. If a former mode of the
-    /// GPU is already recorded, that record stays until the GPU is forgotten.
+    /// Records the compute mode of a GPU before the service changes it, and the new mode. If a former mode is already recorded,
+    /// that record stays, since it is the mode to restore.
     pub(crate) fn remember_compute_mode(
         &mut self,
         uuid: &str,
@@ -86,26 +84,22 @@ impl StateFile {
         })
     }
 
-    /// The compute mode to restore on a GPU. None if the service has not changed the mode.
+    /// The compute mode to restore. None if the service has not changed the mode.
     pub(crate) fn previous_compute_mode(&self, uuid: &str) -> Option<ComputeMode> {
         let word = self.contents.previous_compute_modes.get(uuid)?;
         Some(word.parse().unwrap_or(ComputeMode::Default))
     }
 
-    /// The compute mode that the service has last set on a GPU.
     pub(crate) fn compute_mode_set(&self, uuid: &str) -> ComputeMode {
         let word = self.contents.compute_modes_set.get(uuid);
-        // A state file of an earlier version of the service does not name the compute mode that the service has set.
-        // The earlier version of the service set only `EXCLUSIVE_PROCESS`.
+        // A state file of an earlier version of the service lacks this value. That version set only `EXCLUSIVE_PROCESS`.
         word.and_then(|word| word.parse().ok()).unwrap_or(ComputeMode::ExclusiveProcess)
     }
 
-    /// The GPUs whose compute mode has to be restored at some time.
     pub(crate) fn changed_gpus(&self) -> BTreeSet<String> {
         self.contents.previous_compute_modes.keys().cloned().collect()
     }
 
-    /// Forgets a GPU after its compute mode was restored.
     pub(crate) fn forget_compute_mode(&mut self, uuid: &str) -> io::Result<()> {
         self.change(|contents| {
             contents.previous_compute_modes.remove(uuid);
@@ -113,83 +107,75 @@ impl StateFile {
         })
     }
 
-    /// Records a control daemon before its program runs.
+    /// Records a control daemon. For a new control daemon this happens before its program runs, so that a crash of the service
+    /// does not hide it.
     pub(crate) fn remember_control_daemon(&mut self, id: DaemonId, running: Running) -> io::Result<()> {
         self.change(|contents| _ = contents.control_daemons.insert(id, running))
     }
 
-    /// The control daemon that was started with this id, alive or not.
+    /// The control daemon that was started with this id. It may have ended.
     pub(crate) fn control_daemon(&self, id: &DaemonId) -> Option<&Running> {
         self.contents.control_daemons.get(id)
     }
 
-    /// All control daemons that were started, alive or not, by their ids.
+    /// All control daemons that were started, by their ids. Some may have ended.
     pub(crate) fn control_daemons(&self) -> &BTreeMap<DaemonId, Running> {
         &self.contents.control_daemons
     }
 
-    /// The PIDs of all control daemons but the one with this id.
     pub(crate) fn pids_of_others(&self, id: &DaemonId) -> BTreeSet<u32> {
         let others = self.contents.control_daemons.iter().filter(|(other, _)| *other != id);
         others.map(|(_, running)| running.process.pid).collect()
     }
 
-    /// Forgets a control daemon that has ended.
     pub(crate) fn forget_control_daemon(&mut self, id: &DaemonId) -> io::Result<()> {
         self.change(|contents| _ = contents.control_daemons.remove(id))
     }
 
-    /// Records the path of a CDI spec before the spec is written. None if there is no spec any more.
+    /// Records the path of the CDI spec before the spec is written. None after the spec was removed.
     pub(crate) fn remember_cdi_spec(&mut self, file: Option<PathBuf>) -> io::Result<()> {
         self.change(|contents| contents.cdi_spec = file)
     }
 
-    /// The CDI spec that was written since the host was started.
     pub(crate) fn cdi_spec(&self) -> Option<&Path> {
         self.contents.cdi_spec.as_deref()
     }
 
-    /// Records the drained slices.
     pub(crate) fn set_drained(&mut self, drained: Drained) -> io::Result<()> {
         self.change(|contents| contents.drained = drained)
     }
 
-    /// The slices that are drained.
     pub(crate) fn drained(&self) -> &Drained {
         &self.contents.drained
     }
 
-    /// Records that a GPU needs a reset, with the critical error that is the reason.
     pub(crate) fn remember_reset(&mut self, gpu: GpuId, error: &str) -> io::Result<()> {
         self.change(|contents| _ = contents.to_reset.insert(gpu.to_string(), error.to_owned()))
     }
 
-    /// Forgets that GPUs need a reset.
     pub(crate) fn forget_resets(&mut self) -> io::Result<()> {
         self.change(|contents| contents.to_reset.clear())
     }
 
-    /// The GPUs that need a reset, by name, each with the critical error that is the reason, in words.
+    /// The GPUs that need a reset, by name. Each value describes the critical error that is the reason.
     pub(crate) fn to_reset(&self) -> &BTreeMap<String, String> {
         &self.contents.to_reset
     }
 
-    /// The slices that take no new client.
+    /// The slices that take no new client: drained slices, and slices of GPUs that need a reset.
     pub(crate) fn closed(&self) -> ClosedDevices {
         ClosedDevices { drained: self.contents.drained.clone(), to_reset: self.contents.to_reset.clone() }
     }
 
-    /// Records the slices to which control groups are bound.
     pub(crate) fn set_bindings(&mut self, bindings: Bindings) -> io::Result<()> {
         self.change(|contents| contents.bindings = Arc::new(bindings))
     }
 
-    /// The slices to which control groups are bound.
     pub(crate) fn bindings(&self) -> &Arc<Bindings> {
         &self.contents.bindings
     }
 
-    /// Writes the state file again if another program has changed or removed it, and returns true in this case.
+    /// Writes the state file again if another program has changed or removed it. Returns true if the file was written.
     pub(crate) fn repair(&mut self) -> io::Result<bool> {
         let found = stamp(&self.directory.path().join(FILE));
         if found == self.whole || (found.is_none() && self.contents == Contents::default()) {
@@ -200,7 +186,7 @@ impl StateFile {
         Ok(true)
     }
 
-    /// Makes a change in memory and in the state file, or in neither of them.
+    /// Makes a change in memory and in the state file. If the file can't be written, neither of them changes.
     fn change(&mut self, change: impl FnOnce(&mut Contents)) -> io::Result<()> {
         let before = self.contents.clone();
         change(&mut self.contents);
@@ -222,8 +208,7 @@ impl StateFile {
             );
             return Err(io::Error::new(io::ErrorKind::FileTooLarge, too_large));
         }
-        // A rename replaces anything but a directory at the path of the state file, so a directory at this path is
-        // moved aside.
+        // A rename can't replace a directory. So a directory at the path of the state file is renamed first.
         if fs::symlink_metadata(&file).is_ok_and(|there| there.is_dir()) {
             let aside = format!("{FILE}.{}", jiff::Timestamp::now().as_nanosecond());
             fs::rename(&file, self.directory.path().join(&aside))?;
@@ -291,8 +276,8 @@ mod tests {
         }
     }
 
-    /// The largest supported host: 4096 times the longest path of a control group and the longest label, and 1024 control
-    /// daemons.
+    /// The state file of the largest supported host is small enough to be read again: 4096 bindings with the longest paths and
+    /// labels, and 1024 control daemons.
     #[test]
     fn the_largest_host_is_read_again() {
         let directory = tempfile::tempdir().unwrap();
@@ -321,7 +306,7 @@ mod tests {
         assert!(**again.bindings() == bindings && again.control_daemons().len() == 1024);
     }
 
-    /// The serialized entries of bindings are used again for the next write.
+    /// A write reuses the serialized bindings of the write before. Each change must reach the file nevertheless.
     #[test]
     fn each_change_of_bindings_is_read_again() {
         let directory = tempfile::tempdir().unwrap();
@@ -389,8 +374,8 @@ mod tests {
         }
     }
 
-    /// An earlier or a later version may have other ids. Each entry must stay, with its key, so that its control daemon can be
-    /// ended.
+    /// The state file of another version may have ids that this version does not know. Such an entry must stay with its key.
+    /// Otherwise the service could not end the control daemon.
     #[test]
     fn a_control_daemon_with_an_unknown_id_is_not_lost() {
         let directory = tempfile::tempdir().unwrap();

@@ -18,28 +18,24 @@ use common::plan::ControlDaemonPlan;
 use common::published::control_daemon::ControlDaemonView;
 use common::published::events::{Event, Events};
 
-/// The status of a control daemon and its GPUs.
 #[derive(Debug, Clone, PartialEq)]
 pub(crate) struct Status {
-    /// The plan that the status is about. A newer plan may exist.
+    /// The plan that the status describes. A newer plan may exist.
     pub plan: Arc<ControlDaemonPlan>,
-    /// The facts that the core decides.
     pub shown: DaemonView,
-    /// The facts about the control daemon that are published. [`Status::change`] copies those that the core decides.
+    /// The facts that are published. [`Status::change`] copies some of them from `shown`.
     pub view: ControlDaemonView,
-    /// The compute mode of each GPU when it was last read, by UUID.
+    /// The compute mode that NVML last gave for each GPU, by the GPU's UUID.
     pub compute_modes: BTreeMap<String, ComputeMode>,
-    /// The processes that use the GPUs without a server of this control daemon.
     pub bypasses: Vec<Bypass>,
-    /// The slices whose directory has no link to the control daemon, with the reasons.
+    /// The directories that lack a link to the control daemon, each with the reason.
     pub missing_links: BTreeMap<Way, String>,
-    /// The last events about the control daemon, oldest first.
     pub events: Events,
 }
 
 impl Status {
-    /// Changes this status to one about a new plan, which the service has had since the moment `since`. A control daemon that
-    /// serves goes on, unless the plan has another pipe directory.
+    /// Makes this the status of a new plan, which the service has had since the moment `since`. If the pipe directory stays the
+    /// same, a control daemon that serves goes on.
     pub(super) fn take(&mut self, plan: &ControlDaemonPlan, since: SystemTime) {
         if *self.plan == *plan {
             return;
@@ -60,7 +56,7 @@ impl Status {
         self.compute_modes.retain(|uuid, _| gpus.contains_key(uuid));
     }
 
-    /// Changes the facts that the core decides. If the state changes, the new state holds since the moment `since`.
+    /// Changes the facts that the core decides. If the state changes, `since` is its beginning.
     fn change(&mut self, since: SystemTime, change: impl FnOnce(&mut DaemonView)) {
         change(&mut self.shown);
         let (view, shown) = (&mut self.view, &self.shown);
@@ -72,13 +68,11 @@ impl Status {
         view.multiuser = shown.multiuser;
     }
 
-    /// The processes that use a GPU without a server of this control daemon.
     pub(crate) fn bypasses_on<'s>(&'s self, uuid: &'s str) -> impl Iterator<Item = &'s Bypass> {
         self.bypasses.iter().filter(move |bypass| bypass.gpu_uuid == uuid)
     }
 }
 
-/// Publishes the status of a supervisor when it has changed.
 #[derive(Debug)]
 pub(super) struct Reporter {
     status: watch::Sender<Status>,
@@ -117,7 +111,6 @@ impl Reporter {
         (Self { status, changed }, seen)
     }
 
-    /// Changes the facts that the core decides.
     pub(super) fn show(&self, change: impl FnOnce(&mut DaemonView)) {
         self.update(|status| status.change(SystemTime::now(), change));
     }
@@ -127,7 +120,6 @@ impl Reporter {
         self.keep_event(Event::now(text));
     }
 
-    /// Logs a message of this kind, and records it as an event.
     pub(super) fn report(&self, message: Message, about: Subject<'_>, text: String) {
         let id = self.id().to_string();
         message.log(Subject { control: Some(&id), ..about }, &text);
@@ -139,7 +131,6 @@ impl Reporter {
         self.keep_event(Event::now(text));
     }
 
-    /// Records an event that was logged already.
     pub(super) fn keep_event(&self, event: Event) {
         self.update(|status| status.events.push(event));
     }
@@ -158,8 +149,9 @@ impl Reporter {
         }
     }
 
-    /// Records that the control daemon has ended. This call does not wake the main loop, so that the line about the end in
-    /// the service's log does not wait for the publication. The end of the running act, which follows, wakes the main loop.
+    /// Publishes that the control daemon has ended, with `shown` as its state. This call does not wake the main loop: a
+    /// publication would delay the log line about the end. The running act ends right after this call, and its end wakes the
+    /// main loop.
     pub(super) fn has_ended(&self, failing: Option<&Failing>) {
         self.change(|status| {
             (status.view.pid, status.view.cpus) = (None, None);

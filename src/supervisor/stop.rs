@@ -1,4 +1,4 @@
-//! Ends a control daemon: at once, or when it has no client any more.
+//! Records and publishes the failures of a control daemon, and ends the control daemon.
 
 use std::time::Duration;
 
@@ -11,7 +11,6 @@ use super::daemon_run::DaemonRun;
 use super::{Machine, Worker};
 
 impl Machine {
-    /// Takes note of a failure, and returns its meaning for the core.
     pub(super) fn failed(&mut self, failure: Failure) -> WhyFailed {
         let why = failure.why();
         let now = self.worker.tools.begun.elapsed();
@@ -20,11 +19,12 @@ impl Machine {
             if let Some((run, _)) = &self.run {
                 run.tell_clients_of_the_end(&self.worker.reporter, &self.worker.tools.clients);
             }
-            // The run and the state change in one step, so that a control daemon that has ended is never shown as ready.
+            // The end and the new state are published in one step. Otherwise a control daemon that has ended could be shown as
+            // ready.
             self.worker.end_run(&mut self.run, Some(&failing));
         }
-        // While an administrator stops the service, a failure of the control daemon is reported at once. At other times
-        // the failure is reported together with the pause that follows the failure.
+        // During a stop of the service, a failure is reported at once. At other times `rest` reports the failure, together with
+        // the pause that follows it.
         if let Goal::Stop(permit) = self.worker.goal
             && permit.cause() == Cause::Stop
         {
@@ -49,7 +49,7 @@ impl Machine {
         run_use
     }
 
-    /// Publishes why the control daemon does not serve. A reason that was reported before is not reported again.
+    /// Publishes why the control daemon does not serve. The same reason as before is not reported again.
     pub(super) fn rest(&mut self, pause: Duration) {
         if !programs_wait(pause) {
             self.worker.let_go();
@@ -63,7 +63,6 @@ impl Machine {
         reporter.show(|view| failing.rest(view));
     }
 
-    /// Ends the control daemon that runs.
     pub(super) async fn end(&mut self, may_end: Permit) -> ActOutcome {
         let Some(mut serving) = self.serving() else { return ActOutcome::Ended };
         if let Err(lives) = serving.end(may_end).await {
@@ -76,8 +75,8 @@ impl Machine {
 }
 
 impl Worker {
-    /// Records that no control daemon of this supervisor runs. If a control daemon ran, the last lines of its log are
-    /// reported.
+    /// Records that the control daemon has ended. Reports the clients that a fatal GPU error has hit, and how many log lines
+    /// were not passed on. `shown` is the state to publish. Without `shown`, the published state stays.
     pub(super) fn end_run(&mut self, run: &mut Option<(DaemonRun, Known)>, failing: Option<&Failing>) {
         if let Some((run, mut known)) = run.take() {
             if let Some((server, hit)) = known.take_hit() {

@@ -1,4 +1,4 @@
-//! The handle of a supervisor, for the fleet: passes on acts and requests, and reads the status.
+//! The handle of a supervisor, by which the fleet passes on acts and requests and reads the status.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
@@ -16,17 +16,15 @@ use super::admission::SharedAdmission;
 use super::status::{Reporter, Status};
 use super::{Answer, LINES, Machine, Tools, Worker};
 
-/// The handle of a supervisor. If a [`SupervisorHandle`] is dropped, the control daemon and its clients go on.
+/// Dropping a [`SupervisorHandle`] ends neither the control daemon nor its clients.
 #[derive(Debug)]
 pub(crate) struct SupervisorHandle {
     plan: ControlDaemonPlan,
-    /// The moment since which `plan` holds.
     since: SystemTime,
-    /// Held by the act that runs; further acts wait in the order in which they came.
+    /// The running act locks the machine. Further acts wait for the lock, in the order in which they came.
     machine: Arc<Mutex<Machine>>,
-    /// The queue of the core.
     events: mpsc::UnboundedSender<CoreEvent<ControlDaemonPlan>>,
-    /// The sender that interrupts the running act. None if no act can be interrupted.
+    /// Interrupts the act that was ordered last. None before the first act, and after an interruption.
     interrupt: Option<oneshot::Sender<()>>,
     status: channel::Receiver<Status>,
     front_ends: FrontEnds,
@@ -35,7 +33,6 @@ pub(crate) struct SupervisorHandle {
 }
 
 impl SupervisorHandle {
-    /// Makes a supervisor. Each act of the supervisor is a task, which reports its outcome to the core.
     pub(crate) fn new(
         plan: &ControlDaemonPlan,
         goal: Goal,
@@ -68,7 +65,7 @@ impl SupervisorHandle {
         Self { plan, since, machine, events, interrupt: None, status, front_ends, requests, admission }
     }
 
-    /// Has the supervisor carry out an act, after the act that is running.
+    /// Starts a task that carries out the act after all acts before it.
     pub(crate) fn carry_out(
         &mut self,
         order: Order<ControlDaemonPlan>,
@@ -82,26 +79,24 @@ impl SupervisorHandle {
         tokio::spawn(async move {
             let mut machine = machine.lock().await;
             if let Some(done) = machine.act(order.payload, goal, held, act, interrupt).await {
-                // Sending fails only when the receiver is dropped, at the end of the service.
+                // Sending fails only at the end of the service, when the receiver is dropped.
                 let _ = events.send(done);
             }
         });
     }
 
-    /// Interrupts the running act.
     pub(crate) fn interrupt(&mut self) {
         if let Some(interrupt) = self.interrupt.take() {
             let _ = interrupt.send(());
         }
     }
 
-    /// Publishes a new plan, and makes and removes the links to the control daemon as the plan says, even during an
-    /// act.
+    /// Publishes a new plan, and adapts the links to it, even while an act runs.
     pub(crate) fn follow(&mut self, plan: &ControlDaemonPlan, goal: Goal) {
         match goal {
             Goal::Serve | Goal::Retire => self.admission.pursue(plan, goal == Goal::Retire),
-            // The links stay: a link to a control daemon that ends does no harm, and clients of a control daemon that the
-            // next service takes over need their links.
+            // The links stay. A link to a control daemon that ends does no harm. If the next service takes the control daemon
+            // over, its clients still need the links.
             Goal::Stop(_) | Goal::Leave => {}
         }
         if self.plan != *plan {
@@ -110,13 +105,13 @@ impl SupervisorHandle {
         }
     }
 
-    /// Lets other users change and remove the directories of the links: the control daemon has no supervisor any
-    /// more.
+    /// Removes the immutable flag from the directories of the links, since the control daemon has no supervisor any more. Other
+    /// users can then change and remove the directories.
     pub(crate) fn release(&self) {
         self.admission.release();
     }
 
-    /// The present status. The status is about the last plan, even if the supervisor has not taken that plan yet.
+    /// The present status, described for the newest plan. The supervisor may not have taken this plan yet.
     pub(crate) fn status(&self) -> Status {
         let mut status = self.status.borrow().clone();
         status.take(&self.plan, self.since);
@@ -124,9 +119,8 @@ impl SupervisorHandle {
         status
     }
 
-    /// Returns the front end for the control daemon that listens in the pipe directory. If no control daemon of the
-    /// service runs, a foreign control daemon may listen in the pipe directory: programs that connect through this
-    /// directory are clients of the foreign control daemon.
+    /// Returns the front end for the control daemon that listens in the order's directories. If no control daemon of the
+    /// service runs, this may be a foreign control daemon, which has the programs that connect there as clients.
     pub(crate) fn control_in_place(&self) -> Option<Arc<Control>> {
         let status = self.status.borrow();
         let directories = [&status.view.control_directory, &status.view.pipe_directory];
@@ -134,20 +128,18 @@ impl SupervisorHandle {
         there.find(|control| control.daemon_pid().is_some()).map(Arc::new)
     }
 
-    /// Asks the supervisor to make the change that waits for the end of clients, at once if `force` is set or there are
-    /// no clients. The error names the clients that prevent the change.
+    /// Asks the supervisor for the change that waits for the end of clients: at once if `force` is set, otherwise only if there
+    /// is no client. The error names the clients that prevent the change.
     pub(crate) fn apply(&self, force: bool) -> oneshot::Receiver<Result<(), Problem>> {
         self.ask(Requested::Apply { force })
     }
 
-    /// Asks the supervisor to end the server and to start a new one. The error names the clients that prevent the
-    /// restart.
     pub(crate) fn restart_server(&self) -> oneshot::Receiver<Result<(), Problem>> {
         self.ask(Requested::RestartServer)
     }
 
-    /// Makes and removes the links to the control daemon, so that a slice that is drained in the state file has no
-    /// link, even during an act. Returns the links that can't be removed, in words.
+    /// Makes and removes links, even while an act runs, so that no drained slice has a link. Returns the links that can't be
+    /// removed, in words.
     pub(crate) fn link(&self) -> BTreeSet<String> {
         if let Err(bad) = self.admission.apply() {
             tracing::debug!("{bad}");
@@ -155,15 +147,13 @@ impl SupervisorHandle {
         self.admission.stuck()
     }
 
-    /// Asks the supervisor for the health check now.
     pub(crate) fn check(&self) {
         self.send(Requested::Check, None);
     }
 
-    /// Reports a critical error (Xid) of one of the control daemon's GPUs to the supervisor.
     pub(crate) fn met_xid(&self, xid: u64) {
         tracing::debug!("the control daemon is checked now, since a GPU reported Xid {xid}");
-        // The health check finds out which servers the error has hit, so only the check is requested.
+        // The health check finds out which servers the error has hit.
         self.send(Requested::Check, None);
     }
 
@@ -173,8 +163,7 @@ impl SupervisorHandle {
         answer
     }
 
-    /// Sends a request to the supervisor, or drops it if too many requests wait. If the request is dropped, the channel for
-    /// the answer is closed.
+    /// If too many requests wait, the request is dropped. The channel for its answer is then closed, which the caller notices.
     fn send(&self, request: Requested, reply: Option<Answer>) {
         if let Err(error) = self.requests.try_send((request, reply)) {
             tracing::debug!("too many requests wait for a control daemon, so a request is dropped: {error}");

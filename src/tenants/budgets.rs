@@ -1,7 +1,6 @@
-//! Watches over the budgets of the slices of each GPU. A look at a GPU asks NVML for the clients and their memory, and the
-//! kernel for the clients' slices; the look starts no front end. The task looks when a client has come, with each health
-//! check of the control daemon, and every second while some slice has two or more clients: the driver itself limits a single
-//! client.
+//! Watches the budgets of slices, with a task for each GPU. The task asks NVML for the clients of the GPU and their memory. It
+//! does so when a client has come, after each health check, and every second while a slice has several clients. The driver
+//! itself limits a single client.
 
 use common::published::usage::{GpuUse, SliceUse};
 use std::collections::BTreeMap;
@@ -32,20 +31,17 @@ use mps_core::tenants::{
     BudgetWatch, Enforcer, Look, OverBudget, OveruseNews, SliceBudgets, Victim, VictimState,
 };
 
-/// The age up to which the last look at a GPU is new enough for a caller: all callers within this time cause only one look.
+/// An answer of NVML that is younger than this is still used for the next caller.
 const FRESH: Duration = Duration::from_secs(1);
 
-/// The time for which the numbers of the last look are shown after NVML has failed to list clients. After this time the
-/// number of clients is shown as unknown.
+/// If NVML fails to list the clients, the last numbers are shown for this time. Then the number of clients is shown as unknown.
 const STAND: Duration = Duration::from_secs(5);
 
-/// The time after which a container in the records that could not be bound is reported again: a slice may be free by then.
+/// After this time, a recorded container that could not be bound is reported again, since a slice may be free by then.
 const AGAIN: Duration = Duration::from_secs(60);
 
-/// The longest time that a caller waits for the look at a GPU.
 const ASKED: Duration = Duration::from_secs(2);
 
-/// The budgets of a GPU's slices, and whether clients are ended when a budget is exceeded.
 #[derive(Debug, Clone)]
 pub(crate) struct GpuBudget {
     gpu: GpuId,
@@ -53,8 +49,7 @@ pub(crate) struct GpuBudget {
 }
 
 impl GpuBudget {
-    /// The budgets of a GPU's slices by its plan, with the UUID of the GPU. None if the clients of the GPU can't be
-    /// counted.
+    /// Also returns the UUID of the GPU. None if the clients of the GPU can't be counted.
     pub(crate) fn from_plan(plan: &GpuPlan, on_overuse: OnOveruse) -> Option<(String, Self)> {
         if !plan.clients_counted {
             return None;
@@ -69,43 +64,39 @@ impl GpuBudget {
     }
 }
 
-/// An event for the main loop to report.
 #[derive(Debug)]
 pub(crate) enum LoopEvent {
-    /// The name of a slice that exceeds its budget, the signal about it, and the message.
+    /// A slice exceeds its budget: the name of the slice, the D-Bus signal, and the message.
     OverUse(String, BusSignal, String),
-    /// The name of a slice that exceeded its budget, and a message about the clients that have lost their work for the overuse,
-    /// or could not be ended.
+    /// The name of a slice that exceeded its budget, and the message. The message names clients that were ended, or that could
+    /// not be ended.
     CutBack(String, String),
     Event(String),
-    /// A critical error that NVML reports, with the GPU's UUID.
+    /// A critical error (Xid) that NVML reports for the GPU with this UUID.
     CriticalError(String, CriticalError),
-    /// A container that should be bound to a slice, since so far only the host agent's records say that the container
-    /// has this slice, or some slice of this GPU.
+    /// A container that should be bound to a slice. The host agent's records name this slice, or a GPU of which the container
+    /// gets any slice.
     Recorded(RecordedContainer, DeviceName),
 }
 
-/// Finds the control daemons through which the work of clients can be ended.
 type FindsDaemons = Arc<dyn Fn() -> Vec<ClientsDaemon> + Send + Sync>;
 
-/// The watches over the budgets of all GPUs.
 pub(crate) struct Budgets {
     nvml: NvmlWorker,
     wake_ups: GpuWakeUps,
     clients: Clients,
-    /// Wakes the main loop.
     changed: Arc<Notify>,
     events: mpsc::Sender<LoopEvent>,
     daemons: FindsDaemons,
-    /// The watches, by the UUIDs of their GPUs.
+    /// By the UUIDs of the GPUs.
     watched: BTreeMap<String, WatchHandle>,
 }
 
-/// The handle of the task that watches over one GPU. The task ends when its handle is dropped.
+/// The task that watches one GPU ends when its handle is dropped.
 #[derive(Debug)]
 struct WatchHandle {
     budget: watch::Sender<GpuBudget>,
-    /// The moment at which the last complete look began, and the use of the GPU that looks have found.
+    /// The time at which the task last began to list the clients, and the use of the GPU that it found.
     looked: watch::Receiver<(Option<Instant>, GpuUse)>,
     wake_ups: Arc<WakeUps>,
     task: JoinHandle<()>,
@@ -123,7 +114,6 @@ impl Budgets {
         Self { nvml, wake_ups, clients, changed, events, daemons, watched: BTreeMap::new() }
     }
 
-    /// Starts and ends watches, so that exactly these GPUs are watched.
     pub(crate) fn pursue(&mut self, gpus: impl IntoIterator<Item = (String, GpuBudget)>) {
         let mut before = std::mem::take(&mut self.watched);
         for (uuid, budget) in gpus {
@@ -165,7 +155,7 @@ impl Budgets {
         WatchHandle { budget: sender, looked: looked_seen, wake_ups, task }
     }
 
-    /// Makes the tasks look at every GPU, except those with a recent look, and waits for these looks. A GPU that does not
+    /// Has each task list the clients of its GPU, unless its last list is recent, and waits for the lists. A GPU that does not
     /// answer in time does not delay the other GPUs.
     pub(crate) fn look_now(&self) -> impl Future<Output = ()> + Send + 'static {
         let now = Instant::now();
@@ -182,13 +172,12 @@ impl Budgets {
         async move { drop(timeout(ASKED, looks.join_all()).await) }
     }
 
-    /// The use of the GPUs and their slices, by the UUIDs of the GPUs.
+    /// By the UUIDs of the GPUs.
     pub(crate) fn uses(&self) -> BTreeMap<String, GpuUse> {
         self.watched.iter().map(|(uuid, watched)| (uuid.clone(), watched.looked.borrow().1.clone())).collect()
     }
 }
 
-/// The result of an attempt to end clients: the enforcer, and the clients that were ended or could not be ended.
 type Attempted = (Enforcer<Held>, Vec<Victim>);
 
 struct GpuWatch {
@@ -202,15 +191,15 @@ struct GpuWatch {
     events: mpsc::Sender<LoopEvent>,
     daemons: FindsDaemons,
     looked: watch::Sender<(Option<Instant>, GpuUse)>,
-    /// The slices that exceed their budgets and of which clients may be ended, by the last look.
+    /// The slices that exceed their budgets and whose clients may be ended, by the last list of clients.
     over: watch::Sender<Vec<OverBudget<Tenant>>>,
-    /// The moment at which each client's container was last reported as a container that should be bound.
+    /// The time at which each client's container was last reported for a binding.
     passed_on: BTreeMap<ProcessId, Instant>,
     looked_at: Instant,
-    /// The moment at which the last look began that could list the processes on the GPU.
+    /// The time of the last question to NVML that was answered.
     seen_at: Instant,
     due: Option<Instant>,
-    /// Decides which clients are ended. While an attempt runs, the task of the attempt has the enforcer.
+    /// Decides which clients are ended. During an attempt, the task of the attempt has the enforcer.
     enforcer: Enforcer<Held>,
 }
 
@@ -246,8 +235,7 @@ impl GpuWatch {
         }
     }
 
-    /// Looks at the clients, and publishes and reports changes. Returns true if an attempt to end clients has to
-    /// begin now.
+    /// Lists the clients, and publishes and reports changes. Returns true if an attempt to end clients has to begin now.
     async fn measure(&mut self) -> bool {
         self.looked_at = Instant::now();
         let now = self.begun.elapsed();
@@ -298,7 +286,7 @@ impl GpuWatch {
         }
     }
 
-    /// Reports the containers on this GPU that should be bound, each with its first client.
+    /// Reports the containers with clients on this GPU that should be bound, each once.
     async fn pass_on_recorded(&mut self, known: &BTreeMap<u32, KnownClient>) {
         self.passed_on.retain(|process, since| known.contains_key(&process.pid) && since.elapsed() < AGAIN);
         let mut recorded: Vec<(RecordedContainer, DeviceName)> = Vec::new();
@@ -316,12 +304,10 @@ impl GpuWatch {
         }
     }
 
-    /// Describes a client for a message that names the slice already.
     fn owner(&self, process: ProcessId) -> KnownClient {
         KnownClient { slices: None, ..self.clients.get(process) }
     }
 
-    /// The message about a change of a slice's overuse.
     fn describe(&self, news: &OveruseNews) -> LoopEvent {
         let device = self.gpu.name(news.slice);
         let pids: Vec<u32> = news.clients.iter().map(|process| process.pid).collect();
@@ -336,17 +322,16 @@ impl GpuWatch {
     }
 
     async fn send(&self, event: LoopEvent) {
-        // Sending fails only when the loop has ended, at the end of the service.
+        // Sending fails only when the main loop has ended, at the end of the service.
         let _ = self.events.send(event).await;
     }
 
-    /// Begins an attempt to end clients of the slices that exceed their budgets.
     fn begin_attempt(&mut self) -> JoinHandle<Attempted> {
         let over = self.over.subscribe();
         let mut enforcer = std::mem::take(&mut self.enforcer);
         let (daemons, begun) = (Arc::clone(&self.daemons), self.begun);
-        // A separate task ends the clients, since the control daemon waits for the end of each client. While the
-        // separate task ends clients, the looks at the GPU go on.
+        // A separate task ends the clients, since the control daemon waits for the end of each client. Meanwhile this task goes
+        // on to list the clients.
         tokio::spawn(async move {
             let mut shell = EndingShell::new(daemons(), begun, ());
             let (victims, broken_off) =
@@ -360,8 +345,8 @@ impl GpuWatch {
         })
     }
 
-    /// Records the end of an attempt, and reports the clients that have lost their work. `attempted` is None if the
-    /// task of the attempt has failed.
+    /// Records the end of an attempt, and reports the clients that have lost their work. None if the task of the attempt has
+    /// failed.
     async fn has_attempted(&mut self, attempted: Option<Attempted>) {
         let (enforcer, victims) =
             attempted.map_or_else(Default::default, |(enforcer, victims)| (enforcer, Some(victims)));
@@ -381,7 +366,6 @@ impl GpuWatch {
     }
 }
 
-/// Waits for a future, or for ever if there is none.
 async fn or_never<T>(what: Option<impl Future<Output = T>>) -> T {
     match what {
         Some(what) => what.await,

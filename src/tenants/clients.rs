@@ -1,4 +1,4 @@
-//! The processes that use the GPUs at this moment: the register's clients, and the processes that NVML lists besides them.
+//! Lists the processes that use the GPUs at this moment: clients, and programs without MPS.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
@@ -14,17 +14,16 @@ use common::host::identity;
 use common::host::proc;
 use common::published::client::ClientView;
 
-/// The time for which the list of clients waits for a new client to open its GPU: the control daemon has several GPUs, and
-/// the driver says which of them the client uses.
+/// The time that a new client gets to open its GPU before it is listed. If a control daemon has several GPUs, only the driver
+/// says which of them the client uses.
 const OPENS_AFTER: Duration = Duration::from_millis(200);
 
-/// The processes on each GPU, by the UUID of the GPU. GPUs for which NVML lists no processes are left out.
+/// By the UUID of the GPU. A GPU is missing if NVML does not list its processes.
 type ProcessesByGpu = BTreeMap<String, Vec<GpuProcess>>;
 
-/// Lists the clients of the control daemons with these statuses, and the processes that use the GPUs of these control
-/// daemons without MPS. The service asks no control daemon, since the register has the clients of all control daemons.
-/// A client that the driver knows before its line in the log is read is a client too. If a look at a process hangs, the
-/// process keeps the slice that it had before.
+/// Lists the clients of the control daemons with these statuses, and the bypasses on their GPUs. The register has the clients
+/// of all control daemons, so no control daemon is asked. NVML may already list a client whose line in the log was not read
+/// yet. Such a client is listed too. If a process can't be read in time, its former slice is listed.
 pub(crate) async fn list(statuses: &[Status], tools: &Tools) -> Vec<ClientView> {
     let (mut processes, mut bypasses) = find_processes(statuses, tools).await;
     let is_told = |bypass: &Bypass| told(statuses).any(|known| known.is(bypass));
@@ -41,7 +40,7 @@ pub(crate) async fn list(statuses: &[Status], tools: &Tools) -> Vec<ClientView> 
         clients = clients_on(&processes, &bypasses, tools);
     }
     let waiting = statuses.iter().flat_map(|status| &status.shown.waiting).copied();
-    // A process that has waited for a server may be a client of a server by now, or may have ended.
+    // A process that waited for a server may have a server by now, or may have ended.
     let waits = |process: &ProcessId| {
         !clients.iter().any(|(client, _)| client.pid == process.pid) && identity::runs(*process)
     };
@@ -74,13 +73,10 @@ pub(crate) async fn list(statuses: &[Status], tools: &Tools) -> Vec<ClientView> 
     views
 }
 
-/// The bypasses that the health checks have found.
 fn told(statuses: &[Status]) -> impl Iterator<Item = &Bypass> {
     statuses.iter().flat_map(|status| &status.bypasses)
 }
 
-/// Asks NVML for the processes on the GPUs of the control daemons and of their plans, and finds the bypasses among
-/// these processes.
 async fn find_processes(statuses: &[Status], tools: &Tools) -> (ProcessesByGpu, Vec<Bypass>) {
     let (mut searched, mut gpus) = (BTreeSet::new(), BTreeSet::new());
     let mut daemons = BTreeSet::new();
@@ -92,7 +88,7 @@ async fn find_processes(statuses: &[Status], tools: &Tools) -> (ProcessesByGpu, 
         }
         for status in statuses {
             let own = state_file.control_daemon(&status.view.id).map(|running| running.gpus.clone());
-            // A control daemon of the service must run for bypasses to be searched: otherwise a foreign control daemon may
+            // The service searches for bypasses only while its own control daemon runs. Otherwise a foreign control daemon may
             // serve the GPUs, and its clients are no bypasses.
             if status.view.pid.is_some() {
                 searched.extend(status.shown.gpus.keys().cloned().chain(own.unwrap_or_default()));
@@ -103,8 +99,8 @@ async fn find_processes(statuses: &[Status], tools: &Tools) -> (ProcessesByGpu, 
     let looks = tools.nvml.read_gpus(gpus.into_iter().collect(), true).await.into_iter();
     let processes: ProcessesByGpu =
         looks.filter_map(|(uuid, look)| Some((uuid, look.ok()?.1.ok()?))).collect();
-    // The register is read after NVML was asked: a client is in the log of its control daemon before it opens the GPU, so the
-    // register has all clients that NVML has listed.
+    // The register must be read after NVML. A client is in the log of its control daemon before it opens the GPU. So the
+    // register then has all clients that NVML has listed.
     let clients: BTreeSet<u32> = tools.clients.served().iter().map(|(_, process, _)| process.pid).collect();
     let is_told = |uuid: &str, pid: u32| {
         told(statuses).any(|bypass| bypass.gpu_uuid == uuid && bypass.process.pid == pid)
@@ -113,12 +109,11 @@ async fn find_processes(statuses: &[Status], tools: &Tools) -> (ProcessesByGpu, 
     for (uuid, there) in processes.iter().filter(|(uuid, _)| searched.contains(*uuid)) {
         let mut strangers = there.clone();
         strangers.retain(|process| !process.via_mps || is_told(uuid, process.pid));
-        // The parent of each MPS server is its control daemon, so a process with such a parent counts as an MPS server and
-        // not as a bypass.
+        // The parent of each MPS server is its control daemon. So a child of a control daemon is a server and no bypass.
         strangers.retain(|one| !proc::stat(one.pid).is_ok_and(|stat| daemons.contains(&stat.parent)));
         bypasses.extend(bypass::find(uuid, &strangers, &[], &clients));
     }
-    // If NVML does not list the processes of a GPU, the bypasses of the last health check stay in the list.
+    // If NVML does not list the processes of a GPU, the bypasses of the last health check are listed.
     for bypass in told(statuses) {
         let is_listed = searched.contains(&bypass.gpu_uuid) && processes.contains_key(&bypass.gpu_uuid);
         if !is_listed && !bypasses.iter().any(|known: &Bypass| known.is(bypass)) {
@@ -128,8 +123,7 @@ async fn find_processes(statuses: &[Status], tools: &Tools) -> (ProcessesByGpu, 
     (processes, bypasses)
 }
 
-/// The clients of the register, each once for each of its GPUs; with an empty UUID if the client's GPU is not known
-/// yet.
+/// The clients, each once for each of its GPUs. The UUID is empty if the GPU of a client is not known yet.
 fn clients_on(
     processes: &ProcessesByGpu,
     bypasses: &[Bypass],
@@ -146,8 +140,8 @@ fn clients_on(
             clients.insert((process, uuid.clone()));
         }
     }
-    // Clients that the driver does not list are added from the register: a control daemon knows a client before the driver
-    // does, and before Volta the driver lists no clients.
+    // A control daemon knows a client before the driver does, and before Volta the driver lists no clients. So further clients
+    // of the register are added.
     let driver_knows: BTreeSet<ProcessId> = clients.iter().map(|(process, _)| *process).collect();
     for (id, process, named) in tools.clients.served() {
         if driver_knows.contains(&process) || !identity::runs(process) {

@@ -1,4 +1,4 @@
-//! Describes clients, for people who look for the owners of work that was ended.
+//! Describes clients whose work ends, so that an administrator can find their owners.
 
 use std::collections::BTreeMap;
 
@@ -6,8 +6,8 @@ use common::counted::counted;
 use mps_core::register::KnownClient;
 use mps_core::tenants::first_named;
 
-/// Describes clients in words such as `2 clients: PID 1153 of user alice, slice 00:06.0-1, container 4f1c2d3e5a6b; PID
-/// 1160 of user bob`. A client that is listed for several GPUs is named once. None if there are no clients.
+/// Describes clients in words such as `2 clients: PID 1153 of user alice, slice 00:06.0-1, container 4f1c2d3e5a6b; PID 1160 of
+/// user bob`. A client that is listed for several GPUs is named once. None if there are no clients.
 pub(crate) fn describe(clients: impl IntoIterator<Item = KnownClient>) -> Option<String> {
     let clients: BTreeMap<u32, KnownClient> =
         clients.into_iter().map(|client| (client.process.pid, client)).collect();

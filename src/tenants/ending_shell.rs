@@ -1,4 +1,4 @@
-//! Ends the GPU work of clients, as the core orders, with front ends and with the kernel's facts about processes.
+//! Ends the GPU work of clients as the core decides, through front ends and with the kernel's facts about processes.
 
 use std::collections::BTreeSet;
 use std::sync::Arc;
@@ -17,57 +17,47 @@ use common::host::identity;
 use common::host::proc;
 use common::state_file::Running;
 
-/// The time for which a request to end GPU work waits for the list of clients of one control daemon. Each question to the
-/// control daemon has a shorter deadline.
+/// The longest wait for the list of clients of one control daemon. Each question to the control daemon has a shorter deadline.
 const PATIENCE: Duration = Duration::from_secs(60);
 
-/// The time for which a request to end GPU work waits for a control daemon whose answer is not required. An answer
-/// takes milliseconds.
+/// The longest wait for the list of clients of a control daemon that need not answer. An answer takes milliseconds.
 const OTHERS_PATIENCE: Duration = Duration::from_secs(1);
 
-/// A control daemon that may have clients.
 #[derive(Debug, Clone)]
 pub(crate) struct ClientsDaemon {
     pub control: Arc<Control>,
     /// The only slice that the control daemon serves. None if the control daemon serves all slices of its GPUs.
     pub slice: Option<SliceId>,
-    /// The entry of the control daemon in the state file. None if it is a foreign control daemon that listens in the place of a
-    /// control daemon of the service.
+    /// The control daemon's entry in the state file. None for a foreign control daemon, which listens in a directory of the
+    /// service.
     pub ours: Option<Running>,
 }
 
-/// Ends the work of clients of control daemons. `processes` gives the facts about processes that the decision to end
-/// their work depends on.
 #[derive(Debug)]
 pub(crate) struct EndingShell<P = ()> {
     daemons: Vec<ClientsDaemon>,
-    /// Control daemons that should not serve any of the clients whose work has to end. The control daemons in `others` are
-    /// asked too, but they do not have to answer.
+    /// Control daemons that should not have any client of the request. They are asked too, but need not answer.
     others: Vec<ClientsDaemon>,
-    /// The longest time to wait for the list of clients of one control daemon.
     patience: Duration,
     begun: Instant,
     pub(super) processes: P,
 }
 
 impl<P> EndingShell<P> {
-    /// Makes a shell whose times are counted from `begun`.
+    /// The times of the shell count from `begun`.
     pub(crate) fn new(daemons: Vec<ClientsDaemon>, begun: Instant, processes: P) -> Self {
         Self { daemons, others: Vec::new(), patience: PATIENCE, begun, processes }
     }
 
-    /// Adds control daemons that are asked for their clients and do not have to answer.
     pub(crate) fn with_others(self, others: Vec<ClientsDaemon>) -> Self {
         Self { others, ..self }
     }
 
-    /// Sets the longest time to wait for the list of clients of one control daemon.
     pub(crate) fn within(self, patience: Duration) -> Self {
         Self { patience, ..self }
     }
 }
 
-/// The servers among `servers` that handle a fatal GPU error.
 async fn servers_in_fault(control: &Control, servers: &[u32]) -> Result<BTreeSet<u32>, ControlError> {
     if servers.is_empty() {
         return Ok(BTreeSet::new());
@@ -77,8 +67,8 @@ async fn servers_in_fault(control: &Control, servers: &[u32]) -> Result<BTreeSet
 
 async fn clients(control: &Control) -> Result<DaemonClients, ControlError> {
     let servers = control.inspect(&[], None).await?.servers;
-    // A control daemon may leave clients out of its list while a server handles a fatal error. So the servers are asked for
-    // errors before the list is read, and a second time afterwards.
+    // While a server handles a fatal GPU error, its control daemon may omit clients from the list. So the statuses of the
+    // servers are read before the list and again after it.
     let mut faulted = servers_in_fault(control, &servers).await?;
     let pids = control.client_pids(&servers).await?;
     let started = |pid| identity::read(pid).ok().map(|process| process.start_time);

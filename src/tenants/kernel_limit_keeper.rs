@@ -1,5 +1,5 @@
 //! Has the kernel enforce the memory limits of control groups that are bound to slices. A separate task sets and removes the
-//! limits, one after another, so that the loop does not wait for the driver.
+//! limits one after another, so that the main loop does not wait for the driver.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -12,24 +12,22 @@ use super::budgets::LoopEvent;
 use crate::supervisor::nvml_worker::NvmlWorker;
 use mps_core::kernel_limits::{KernelLimits, LimitGoal, LimitOutcome, LimitedGroup};
 
-/// The longest time that a caller of the D-Bus method Bind waits until the kernel enforces the memory limit. NVML
-/// answers within a millisecond.
+/// The longest wait of a caller of the D-Bus method `Bind` until the kernel enforces the memory limit. NVML answers within a
+/// millisecond.
 const PATIENCE: Duration = Duration::from_secs(3);
 
 pub(crate) type LimitGoals = BTreeMap<LimitedGroup, LimitGoal>;
 
-/// Has a task that makes the kernel enforce memory limits. All clones share the goals and the outcomes.
+/// All clones share one task, the goals and the outcomes.
 #[derive(Debug, Clone)]
 pub(crate) struct KernelLimitKeeper {
     nvml: NvmlWorker,
-    /// Wakes the main loop.
     changed: Arc<Notify>,
     events: mpsc::Sender<LoopEvent>,
     begun: Instant,
     limits: Arc<watch::Sender<SharedLimits>>,
 }
 
-/// The limits that the kernel should enforce, and the outcomes so far.
 #[derive(Debug, Default)]
 struct SharedLimits {
     goals: LimitGoals,
@@ -41,25 +39,22 @@ struct SharedLimits {
 }
 
 impl KernelLimitKeeper {
-    /// Starts the task. The task notifies `changed` when there is a new outcome for a limit.
     pub(crate) fn new(nvml: NvmlWorker, changed: Arc<Notify>, events: mpsc::Sender<LoopEvent>) -> Self {
         let keeper = Self { nvml, changed, events, begun: Instant::now(), limits: Arc::default() };
         tokio::spawn(keeper.clone().run());
         keeper
     }
 
-    /// True if no goals were set yet.
     pub(crate) fn is_new(&self) -> bool {
         self.limits.borrow().wanted == 0
     }
 
-    /// Replaces the goals. A limit that has no goal in `goals` is removed, and a limit that the kernel has refused is
-    /// tried again.
+    /// Replaces the goals. A limit without a goal is removed, and a limit that the kernel has refused is tried again.
     pub(crate) fn pursue(&self, goals: LimitGoals) {
         self.change_goals(|before| *before = goals);
     }
 
-    /// Adds goals. If a limit already has a goal, its new goal replaces the former goal.
+    /// Adds goals. If a limit already has a goal, the new goal replaces it.
     pub(crate) fn add(&self, more: LimitGoals) {
         self.change_goals(|goals| goals.extend(more));
     }
@@ -72,7 +67,6 @@ impl KernelLimitKeeper {
         });
     }
 
-    /// Waits until the task has tried each present goal, for some seconds at most.
     pub(crate) fn tried(&self) -> impl Future<Output = ()> + Send + 'static {
         let (wanted, mut limits) = (self.limits.borrow().wanted, self.limits.subscribe());
         async move {
@@ -80,7 +74,6 @@ impl KernelLimitKeeper {
         }
     }
 
-    /// The outcome for each limit that the kernel should enforce.
     pub(crate) fn outcomes(&self) -> BTreeMap<LimitedGroup, LimitOutcome> {
         let limits = self.limits.borrow();
         limits.limits.outcomes().map(|(place, outcome)| (place.clone(), outcome.clone())).collect()
@@ -140,7 +133,7 @@ impl KernelLimitKeeper {
                      the limit was {found}, and is {mib} MiB again; NVIDIA's container toolkit sets a limit \
                      for a container with NVIDIA_GPU_MEMORY_LIMIT in its environment"
                 );
-                // Sending fails only when the loop has ended, at the end of the service.
+                // Sending fails only when the main loop has ended, at the end of the service.
                 let _ = self.events.send(LoopEvent::Event(text)).await;
             }
             _ => {}

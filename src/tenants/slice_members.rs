@@ -6,10 +6,8 @@ use mps_core::register::{KnownClient, Membership, Tenant};
 use mps_core::tenants::budget::Member;
 use mps_core::terms::{DeviceName, GpuId, GpuProcess, ProcessId};
 
-/// The clients of each slice of a GPU, by the ordinal of the slice.
 pub(super) type SliceMembers = BTreeMap<u32, Vec<Member<Tenant>>>;
 
-/// Sorts the clients `found` on a GPU by the ordinals of their slices. `slices` is the number of slices of the GPU.
 pub(super) fn by_slice(
     found: &[ProcessId],
     processes: &[GpuProcess],
@@ -30,8 +28,8 @@ pub(super) fn by_slice(
     members
 }
 
-/// The ordinal of the first slice on a GPU that a process has, and true if the process only claims the slice in its
-/// environment. Further slices of the process do not count, since MPS can't combine slices.
+/// The ordinal of a process's slice on this GPU, and true if only the environment of the process claims the slice. If the
+/// process has several slices, the first counts, since MPS can't combine slices.
 fn slice_on(gpu: GpuId, slices: u32, membership: Option<Membership>) -> Option<(u32, bool)> {
     let membership = membership?.on(gpu)?;
     let ordinal = |name: &DeviceName| match name {

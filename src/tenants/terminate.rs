@@ -18,16 +18,16 @@ use common::host::identity;
 use common::host::proc;
 use common::membership::containers::{containers_in, of_the_hosts};
 
-/// The longest time for one question to the kernel about a process. The answer takes microseconds. If the process is stuck in the
-/// driver, a read of the memory of the process blocks.
+/// The longest wait for one question to the kernel about a process. The answer takes microseconds. But if the process is stuck
+/// in the driver, a read of its memory blocks.
 const PATIENCE: Duration = Duration::from_secs(2);
 
-/// The time that a request to end GPU work before a signal waits for the list of clients of one control daemon. The GPU
-/// work at the other control daemons has to end in the remaining time.
+/// The longest wait for the list of clients of one control daemon when a container runtime is about to send a signal. The rest
+/// of the request's short time is for ending the GPU work.
 const PATIENCE_BEFORE_A_SIGNAL: Duration = Duration::from_secs(1);
 
-/// Ends the GPU work of all processes that a request means, and returns when the work has ended, or when the time is
-/// over. The first part of the result names the clients that had work, also after an error.
+/// Ends the GPU work of all processes that the request means. Returns when the work has ended, or when the time is over. The
+/// first part of the result names the clients that had work, even after an error.
 pub(crate) async fn terminate(
     daemons: Vec<ClientsDaemon>,
     wanted: Target,
@@ -45,8 +45,8 @@ pub(crate) async fn terminate(
     (termination.had_work(), result)
 }
 
-/// Returns true if a control daemon can have clients to which the target applies. A hung control daemon of another slice must not
-/// delay the end of the GPU work.
+/// True if a control daemon can have clients that the request means. Other control daemons are not required to answer, since a
+/// hung one must not delay the request.
 fn can_serve(daemon: &ClientsDaemon, wanted: &Target) -> bool {
     match (wanted, daemon.slice) {
         (Target::Slices(slices), Some(only)) => slices.contains(&only),
@@ -54,7 +54,6 @@ fn can_serve(daemon: &ClientsDaemon, wanted: &Target) -> bool {
     }
 }
 
-/// The effect of a signal on a process: the process may end, or ignore or handle the signal.
 fn reception(pid: u32, signal: i32) -> std::io::Result<Reception> {
     let status = proc::status(pid)?;
     Ok(if status.catches(signal) || proc::blocks(pid, signal)? {
@@ -66,7 +65,6 @@ fn reception(pid: u32, signal: i32) -> std::io::Result<Reception> {
     })
 }
 
-/// Asks the kernel about processes and their owners.
 #[derive(Debug)]
 pub(crate) struct Processes {
     clients: Clients,
@@ -79,7 +77,7 @@ impl Processes {
         Self { clients, kernel, nvml }
     }
 
-    /// Asks the kernel a question, on a thread other than the main loop's.
+    /// Asks the kernel a question, on a thread other than the main loop's and with a deadline.
     async fn ask<T: Send + 'static>(
         &self,
         question: impl FnOnce() -> std::io::Result<T> + Send + 'static,

@@ -1,4 +1,5 @@
-//! A running CUDA program notices nothing of the service until the service is stopped.
+//! Tests that restarts and crashes of the service do not disturb a running CUDA program. Only `systemctl stop` ends the
+//! program.
 
 use crate::Check;
 use crate::machine::{Machine, text};
@@ -24,7 +25,6 @@ pub(crate) const CHECKS: &[Check] = &[
     ("a_reboot_with_a_client_running_comes_up_again", reboot),
 ];
 
-/// The PIDs of a running client and of its control daemon.
 #[derive(Debug, PartialEq)]
 pub(crate) struct Running {
     control_daemon: String,
@@ -32,8 +32,8 @@ pub(crate) struct Running {
 }
 
 impl Running {
-    /// Starts the service on a new simulated host, and a client. `lines` go into the section Service of the service's
-    /// unit.
+    /// Starts the service on a new simulated host, and then a client. `lines` are added to the `[Service]` section of the
+    /// service's unit.
     pub(crate) fn start(machine: &Machine, lines: &str) -> Self {
         machine.run(&["systemctl", "stop", CLIENT]);
         machine.run(&["systemctl", "reset-failed", CLIENT]);
@@ -54,7 +54,8 @@ impl Running {
         Self { control_daemon: control_daemons[0].clone(), client: machine.property(CLIENT, "MainPID") }
     }
 
-    /// Fails unless the client runs under the same control daemon, and the service has another main process.
+    /// Fails unless systemd has started a new main process of the service and the client still runs under the same control
+    /// daemon.
     pub(crate) fn unharmed(&self, machine: &Machine, old_main: &str, cursor: &str) {
         wait_for("another main process, ready", || {
             let main = machine.property(SERVICE, "MainPID");
@@ -65,12 +66,10 @@ impl Running {
         assert!(group(machine, &self.control_daemon).contains(SCOPE));
         assert_eq!(compute_mode(machine), "Exclusive_Process");
         no_left_overs(machine, cursor);
-        // A client that starts after the restart of the service is served as well.
         machine.sh(&format!("{ON_HOST} eval \"$(yunion-mpsctl env 00:06.0-2)\"; cuda-client props"));
     }
 }
 
-/// The clients that the service lists.
 fn clients(machine: &Machine) -> String {
     let call = ["busctl", "call", "--json=short", "io.yunion.Mps1", "/io/yunion/Mps1/Manager"];
     let call: Vec<&str> = call.into_iter().chain(["io.yunion.Mps1.Manager", "ListClients"]).collect();
@@ -117,7 +116,7 @@ fn sigkill(machine: &mut Machine) {
     assert_eq!(machine.property(SERVICE, "NRestarts"), "1");
 }
 
-/// SIGTERM by `kill` leaves the clients, and `systemctl stop` ends them.
+/// After a SIGTERM from `kill`, the clients run on. `systemctl stop` ends them.
 fn sigterm(machine: &mut Machine) {
     let running = Running::start(machine, "RestartSec=100ms");
     let cursor = machine.cursor();
@@ -161,8 +160,8 @@ fn watchdog(machine: &mut Machine) {
     assert!(messages.iter().any(|message| message.contains("Watchdog timeout")), "{messages:#?}");
 }
 
-/// The service runs as on Linux before 5.3, which some distributions with a new enough systemd and C library still
-/// have.
+/// Tests the service without pidfds, as on Linux before 5.3. Some distributions still have an older kernel, but a systemd and a
+/// C library that are new enough for the service.
 fn old_kernel(machine: &mut Machine) {
     let pidfds = |machine: &Machine| {
         let main = machine.property(SERVICE, "MainPID");
@@ -196,7 +195,7 @@ fn cdi(machine: &mut Machine) {
     machine.sh(&format!(
         "echo 'cuda_mps_cdi_directory: /var/run/cdi' >>{HOST_CONF}; systemctl reload {SERVICE}"
     ));
-    // The inode number and the time of the last change differ if the CDI spec was removed or written meanwhile.
+    // The inode number and the time of the last change differ if the service removes or writes the CDI spec during its restart.
     let identity = |machine: &Machine| text(&machine.run(&["stat", "--format=%i %Z", SPEC]).stdout);
     wait_for("the spec", || (!identity(machine).is_empty()).then_some(()));
     let before = identity(machine);

@@ -1,9 +1,8 @@
-//! A small service for the tests of `common::host::systemd`. The service asks systemd the questions that yunion-mps-daemon
-//! asks, and prints the answers.
+//! A small service that tests `common::host::systemd`: it asks systemd the questions that yunion-mps-daemon asks, and prints
+//! the answers.
 //!
-//! The file /run/asker names the scope for which the small service asks systemd. If there is no file /run/asker, the
-//! small service asks for no scope. The process to be moved into the scope is a shell that prints a line when it ends.
-//! The answers go to standard output, which is the journal, and to /var/order.
+//! The small service runs in the machine. If the file /run/asker exists, the small service asks systemd for a scope with the
+//! name in this file. The scope gets a shell that prints a line when it ends. The answers go to the journal and to /var/order.
 
 use std::io::Write;
 use std::process::{Command, ExitCode, Stdio};
@@ -24,7 +23,7 @@ pub(crate) fn run() -> ExitCode {
     ExitCode::SUCCESS
 }
 
-/// Asks systemd for a scope with this process. Returns the scope, or the reason in words.
+/// Asks systemd to move the process `pid` to a new scope. Returns the name of the scope, or the error as text.
 async fn scope(id: &str, pid: u32) -> Result<String, String> {
     move_to_scope(id, pid).await.map_err(|error| error.to_string())
 }
@@ -45,8 +44,8 @@ async fn ask() {
     stop.recv().await;
     let why = why_stopping().await;
     println!("{why:?}");
-    // This process waits before it writes its line. If the process in the scope is stopped too early, its line in
-    // `/var/order` is therefore the first one.
+    // This process waits before it writes its line. If systemd stops the process in the scope too early, that process therefore
+    // writes the first line of `/var/order`.
     tokio::time::sleep(std::time::Duration::from_millis(300)).await;
     let mut order = std::fs::File::options().create(true).append(true).open("/var/order").unwrap();
     writeln!(order, "{why:?}").unwrap();

@@ -1,7 +1,6 @@
-//! Containers on the booted system, made by the engines with the commands of docs/containers.md: each container is a
-//! client of exactly its slice. A simulated GPU takes the place of the real one, so a CDI spec and a runtime of a few
-//! lines take the places of NVIDIA's CDI spec and runtime. Every command of docs/containers.md is run by these tests or
-//! is listed in [`ELSEWHERE`].
+//! Runs the commands of docs/containers.md with the container engines of a booted machine, and checks that each container is a
+//! client of exactly its slice. The GPUs are simulated, so a short CDI spec and a short runtime replace NVIDIA's. These tests
+//! run every command of docs/containers.md that [`ELSEWHERE`] does not list.
 
 use std::fs;
 use std::path::Path;
@@ -30,7 +29,7 @@ pub(crate) const CHECKS: &[Check] = &[
     ("docker_with_cdi_binds_each_container_to_its_slice", docker_binds),
 ];
 
-/// The checks that could have another result with the legacy hierarchy of control groups.
+/// The checks that also run with control groups of version 1, since their results could differ there.
 pub(crate) const CHECKS_LEGACY: &[Check] =
     &[("podman_binds_each_container_to_its_slice", podman_binds_legacy)];
 
@@ -90,14 +89,14 @@ const DOCKER_RUNTIMES: &str =
 const DOCKER_FEATURES: &str = "{\"features\": {\"cdi\": true}}";
 
 const IMAGE: &str = "cuda-image";
-/// The directory of a Docker that knows CDI. The Docker of the machine's distribution may not know CDI.
+/// The directory in the machine for a Docker that supports CDI. The Docker of the machine's distribution may be too old for
+/// CDI.
 const DOCKER_WITH_CDI: &str = "/opt/docker";
 const SPEC: &str = "/var/run/cdi/yunion.io-mps.json";
 /// A script that runs in a container and prints all that docs/containers.md promises.
 const SHOW: &str =
     "env | sort; grep yunion /proc/self/mountinfo; touch $CUDA_MPS_PIPE_DIRECTORY/new; cuda-client props";
 
-/// The files for a machine with the service, and with a Docker that knows CDI.
 pub(crate) fn stage() -> Stage {
     let stage = package::stage();
     for program in ["dockerd", "docker", "containerd", "containerd-shim-runc-v2"] {
@@ -106,8 +105,8 @@ pub(crate) fn stage() -> Stage {
     stage
 }
 
-/// Installs the package, and lets runc make control groups in every hierarchy: otherwise programs in a test machine may
-/// write only in systemd's hierarchy.
+/// Installs the package, and makes every hierarchy of control groups writable for runc. Otherwise programs in a test machine
+/// may write only in systemd's hierarchy.
 pub(crate) fn installed_legacy(machine: &Machine) {
     package::installed(machine);
     machine.sh("for hierarchy in $(awk '$3 == \"cgroup\" { print $2 }' /proc/mounts); do
@@ -119,7 +118,7 @@ fn page_text() -> String {
     fs::read_to_string(Path::new(env!("CARGO_MANIFEST_DIR")).join("docs/containers.md")).unwrap()
 }
 
-/// The lines of the Compose file in `page`, the text of docs/containers.md.
+/// Returns the Compose file that `page`, the text of docs/containers.md, shows.
 fn compose_file(page: &str) -> String {
     let from = page.lines().skip_while(|line| *line != "    services:");
     let lines = from.take_while(|line| !line.is_empty());
@@ -143,14 +142,13 @@ fn page(_: &mut Machine) {
     }
 }
 
-/// A command of docs/containers.md, with the image of these tests instead of IMAGE, and with `program` for the image's
-/// shell instead of PROGRAM.
+/// Replaces the placeholders in a command of docs/containers.md: IMAGE by the image of these tests, and PROGRAM by `program`.
 fn typed(command: &str, program: &str) -> String {
     let command = command.replace("GPU-76aef7ff-...", UUID).replace("docker compose", "docker-compose");
     command.replace("IMAGE", IMAGE).replace("PROGRAM", program)
 }
 
-/// Makes the host serve its GPUs and write a CDI spec, and gives the container engine the image of these tests. Returns
+/// Starts the service with a CDI spec on a simulated host, and gives the container engine the image of these tests. Returns
 /// false if the container engine is missing.
 fn prepared(machine: &Machine, engine: &str) -> bool {
     if !machine.run(&["sh", "-c", &format!("command -v {engine}")]).status.success() {
@@ -163,7 +161,7 @@ fn prepared(machine: &Machine, engine: &str) -> bool {
         systemctl reload {SERVICE}"
     ));
     wait_for("the spec", || machine.run(&["test", "-e", SPEC]).status.success().then_some(()));
-    // The image of a user who has only a CUDA program: it contains a shell, and the libraries that the program needs.
+    // The image has a shell, the CUDA program, and the libraries that the CUDA program needs.
     machine.sh("[ ! -e /srv/image ] || exit 0
         mkdir -p /srv/image/bin /srv/image/tmp
         cp \"$(command -v busybox)\" /srv/image/bin/busybox
@@ -175,14 +173,14 @@ fn prepared(machine: &Machine, engine: &str) -> bool {
     true
 }
 
-/// Prepares Podman, with a CDI spec in the place of NVIDIA's CDI spec. Returns false if Podman is missing.
+/// Prepares Podman with a short CDI spec instead of NVIDIA's. Returns false if Podman is missing.
 fn with_podman(machine: &Machine) -> bool {
     if !prepared(machine, "podman") {
         return false;
     }
-    // The test machine is a container itself. A container in the test machine has no overlay file system, no network, and no
-    // controller for the number of processes. A container in the machine runs with runc, since crun raises a limit that can't
-    // be raised in the machine.
+    // The test machine is a container itself. Therefore containers in the machine have no overlay file system, no network, and
+    // no controller for the number of processes. Podman uses runc, since crun raises a limit that can't be raised in the
+    // machine.
     machine.write(
         "/etc/containers/storage.conf",
         "[storage]\ndriver = \"vfs\"\nrunroot = \"/run/containers/storage\"\n\
@@ -213,8 +211,8 @@ fn with_podman(machine: &Machine) -> bool {
     true
 }
 
-/// Prepares Docker, with a runtime that adds the GPU like NVIDIA's runtime, and that the service's runtime wraps.
-/// Returns false if Docker is missing.
+/// Prepares Docker with the service's runtime. The service's runtime calls a script that adds the GPU to a container as
+/// NVIDIA's runtime does. Returns false if Docker is missing.
 fn with_docker(machine: &Machine) -> bool {
     if !prepared(machine, "dockerd") {
         return false;
@@ -232,7 +230,7 @@ fn with_docker(machine: &Machine) -> bool {
     true
 }
 
-/// A runtime that runs runc without keyrings, since the test machine forbids keyrings.
+/// A container runtime that runs runc without keyrings, since the test machine forbids keyrings.
 const RUNTIME: &str = r#"#!/usr/bin/python3
 import json, os, sys
 words = sys.argv[1:]
@@ -252,7 +250,7 @@ if "create" in words:
 os.execv("/usr/sbin/runc", ["runc", *words])
 "#;
 
-/// Fails unless the output of [`SHOW`] is that of a container with slice 1, whose directory is mounted at `place`.
+/// Fails unless `printed`, the output of [`SHOW`], comes from a container with slice 1 whose directory is mounted at `place`.
 #[track_caller]
 fn is_a_client_of_slice_1(printed: &str, place: &str) {
     for line in [
@@ -263,8 +261,7 @@ fn is_a_client_of_slice_1(printed: &str, place: &str) {
     ] {
         assert!(printed.lines().any(|printed| printed == line), "no {line} in:\n{printed}");
     }
-    // Of the service's directories the container has only the directory of its slice, and no program in the container
-    // can write in this directory.
+    // Of the service's directories, the container sees only the directory of its slice, and can't write to this directory.
     let mounts: Vec<&str> = printed.lines().filter(|line| line.contains(" - ")).collect();
     let [mount] = mounts[..] else { panic!("{mounts:?} in:\n{printed}") };
     let words: Vec<&str> = mount.split(' ').collect();
@@ -299,8 +296,8 @@ fn podman(machine: &mut Machine) {
         // With the value `void`, NVIDIA's hook does not add the GPU a second time.
         assert!(printed.contains("NVIDIA_VISIBLE_DEVICES=void\n"), "{printed}");
     }
-    // The service knows the slice by the control group, whatever the container claims. A user who is not root of the host
-    // can't command the control daemon.
+    // The service knows the slice of a container by its control group, whatever the container's environment claims. Only a user
+    // who is root on the host can command the control daemon.
     for (user, may_command) in [
         ("--user=0:0", "neighbours"),
         ("--user=65534:65534", "nothing"),
@@ -339,8 +336,8 @@ fn podman_refuses(machine: &mut Machine) {
     machine.sh("yunion-mpsctl undrain 00:06.0-1");
     machine.sh(&run);
 
-    // With the fault `start-exits` no control daemon can start. The hook waits for the control daemon of the slice, and then
-    // gives up with the reason.
+    // With the fault `start-exits`, no simulated control daemon can start. The hook waits for the control daemon of the slice,
+    // gives up, and prints the reason.
     let fault = format!("{HOST}/mps/fault/start-exits");
     machine.sh(&format!("touch {fault}; kill -KILL {}", control_daemons(machine)[0]));
     refused("00:06.0-1", "00:06.0-1 is not served: ");
@@ -348,7 +345,6 @@ fn podman_refuses(machine: &mut Machine) {
     machine.sh(&run);
 }
 
-/// The bound slices: the name of each slice, and the name of its binding.
 fn bound(machine: &Machine) -> Vec<(String, String)> {
     let printed = machine.printed(&["yunion-mpsctl", "list", "--json"]);
     let devices: Vec<Value> = serde_json::from_str(&printed).unwrap();
@@ -357,8 +353,8 @@ fn bound(machine: &Machine) -> Vec<(String, String)> {
     names.filter(|(_, to)| !to.is_empty()).collect()
 }
 
-/// The hook of the CDI spec binds a container to its slice before the container's program runs, and the binding ends
-/// without a further call. `run` is a command that starts a container with slice 1.
+/// Checks that the hook of the CDI spec binds a container to its slice before the container's program runs. The binding must
+/// end with the container. `run` is a command that starts a container with slice 1.
 fn binds(machine: &Machine, engine: &str, run: &str) {
     let nothing_is_bound = || wait_for("no binding", || bound(machine).is_empty().then_some(()));
     nothing_is_bound();
@@ -378,7 +374,7 @@ fn binds(machine: &Machine, engine: &str, run: &str) {
     let complaint = machine.complained(&["sh", "-c", &run.replace("00:06.0-1", "00:06.0-2")]);
     assert!(complaint.contains("00:06.0-2 is drained for new clients"), "{complaint}");
     machine.sh("yunion-mpsctl undrain 00:06.0-2");
-    // However the container ends, its slice is free again.
+    // The slice is free again after its container's first process is killed, and after the engine kills a container.
     let pid = machine.printed(&[engine, "inspect", "--format", "{{.State.Pid}}", &id]);
     machine.sh(&format!("kill -KILL {}", pid.trim()));
     nothing_is_bound();
@@ -401,11 +397,11 @@ fn binds(machine: &Machine, engine: &str, run: &str) {
     machine.sh("yunion-mpsctl is-ready --wait 60");
 }
 
-/// The number of times that a container loses its client and has to come back.
+/// The number of times that the test ends the client of a container, which the engine must then restart.
 const LOSSES: u32 = 4;
 
-/// Several containers come back after losses, one after the other; the variable `ROUNDS` says how many. Docker waits
-/// longer each time before it restarts a container, and so does the service before it starts a control daemon.
+/// Repeats [`one_comes_back`] `ROUNDS` times, or once without this variable. Each round has a new container and a restarted
+/// service: Docker and the service wait longer before each further restart.
 fn comes_back(machine: &Machine, engine: &str, run: &str) {
     let rounds = std::env::var("ROUNDS").map_or(1, |number| number.parse().unwrap());
     for round in 0..rounds {
@@ -415,11 +411,11 @@ fn comes_back(machine: &Machine, engine: &str, run: &str) {
     }
 }
 
-/// A container with a restart policy comes back after its client was lost, with its control daemon or by a
-/// neighbour's fault. The engine starts the container again at once, and tries only once: the hook waits until the
-/// slice is served again. `run` is a command that starts a container with slice 1.
+/// Checks that the engine restarts a container after its client was lost, with its control daemon or by a neighbour's fault.
+/// The engine tries at once and only once, so the hook waits until the slice is served again. `run` is a command that starts a
+/// container with slice 1.
 fn one_comes_back(machine: &Machine, engine: &str, run: &str) {
-    // With this delay a server takes as long to start as on a real GPU.
+    // With this delay, a simulated server takes as long to start as a server on a real GPU.
     machine.sh(&format!("echo 1500 >{HOST}/mps/start-ms"));
     let id = machine.sh(&run.replace("--rm", "--restart=always --detach")).trim().to_owned();
     let mut before = clients(machine, 1)[0]["pid"].clone();
@@ -455,11 +451,12 @@ fn podman_binds(machine: &mut Machine) {
 
 fn podman_binds_legacy(machine: &mut Machine) {
     podman_binds(machine);
-    // The machine shares the legacy hierarchies with the host, so the control groups that podman has made there are removed.
+    // The machine shares the legacy hierarchies with the host. Without this line, the control groups that Podman has made would
+    // stay on the host.
     machine.sh("rmdir /sys/fs/cgroup/*/machine.slice 2>/dev/null || :");
 }
 
-/// The hook of the CDI spec binds containers of Docker, which starts containers with containerd and its shim.
+/// Checks that the hook of the CDI spec binds containers of Docker, which starts containers through containerd and its shim.
 fn docker_binds(machine: &mut Machine) {
     if !with_podman(machine) {
         return;
@@ -469,11 +466,12 @@ fn docker_binds(machine: &mut Machine) {
         "/usr/local/bin/docker-cdi",
         &format!("#!/bin/sh\nexec {DOCKER_WITH_CDI}/docker --host unix://{socket} \"$@\"\n"),
     );
-    // The machine's container forbids keyrings, so a short script runs the machine's runc without one.
+    // The machine is a container that forbids keyrings. So `runc` is a short script here, which runs the machine's runc without
+    // a keyring.
     machine.write(&format!("{DOCKER_WITH_CDI}/runc"), &RUNTIME.replace("HOST", HOST));
     let runtimes = stops_page(DOCKER_RUNTIMES).trim().strip_prefix('{').unwrap().to_owned();
     machine.write(file, &format!("{}, {runtimes}", DOCKER_FEATURES.strip_suffix('}').unwrap()));
-    // The Docker of the machine is stopped first: otherwise the new Docker would use the containerd of the old Docker, which
+    // The Docker of the machine's distribution is stopped first. Otherwise the new Docker would use the old containerd, which
     // finds the machine's own runc first.
     machine.sh(&format!(
         "systemctl stop docker.socket docker containerd 2>/dev/null || :
@@ -499,7 +497,8 @@ fn docker_binds(machine: &mut Machine) {
     machine.sh("systemctl stop docker-cdi");
 }
 
-/// A container of a user who is not root is not bound: it starts, and the service knows its slice by its environment.
+/// A container of a user who is not root gets no binding. The container starts, and the service knows its slice by its
+/// environment.
 fn rootless(machine: &mut Machine) {
     if !with_podman(machine) {
         return;
@@ -522,7 +521,7 @@ fn rootless(machine: &mut Machine) {
     machine.sh("yunion-mpsctl undrain 00:06.0-1");
 }
 
-/// The lines of docs/stops.md from the line `first` on, up to the next line without an indentation.
+/// Returns the lines of docs/stops.md from the line `first` to the next line without an indentation.
 fn stops_page(first: &str) -> String {
     let page = fs::read_to_string(Path::new(env!("CARGO_MANIFEST_DIR")).join("docs/stops.md")).unwrap();
     let lines = page.lines().skip_while(|line| line.trim() != first);
@@ -536,12 +535,12 @@ const STOPS: usize = 17;
 /// The first process of a container: it passes SIGTERM on to its program, as the small inits of containers do.
 const PASSES_TERM_ON: &str = "sh -c 'trap \"kill -TERM \\$!\" TERM; cuda-client long 600 & wait; wait'";
 
-/// A client of another container, the bystander, survives fifty stops of containers in the middle of kernels, by TERM,
-/// by KILL and by a removal. The next stop of a container, with the plain runtime instead of the service's runtime,
-/// ends the bystander's work. `run` is a command that starts a container with slice 1.
+/// Checks that the client of a bystander's container survives about fifty stops of other containers in the middle of kernels. A
+/// third of the stops each is by SIGTERM, by SIGKILL and by a removal. With the plain runtime instead of the service's runtime,
+/// the next stop ends the bystander's work. `run` is a command that starts a container with slice 1.
 fn stopped(machine: &Machine, engine: &str, run: &str) {
     let run = run.replace("--rm", "--detach");
-    // podman removes a container by a stop, which waits ten seconds for it. With `--time 0`, podman does not wait.
+    // `podman rm --force` stops a container and waits ten seconds for its end. With `--time 0`, Podman does not wait.
     let remove = format!("{engine} rm --force{}", if engine == "podman" { " --time 0" } else { "" });
     let start = |slice: &str, program: &str| {
         let run = run.replace("00:06.0-1", slice).replace("cuda-client hold 600", program);
@@ -599,8 +598,7 @@ fn stopped(machine: &Machine, engine: &str, run: &str) {
     machine.sh(&format!("{remove} {neighbour}; yunion-mpsctl is-ready --wait 60"));
 }
 
-/// Podman stops containers with the runtime of docs/stops.md, and without this runtime an administrator ends the GPU
-/// work by hand.
+/// Checks Podman's stops with the runtime of docs/stops.md. Without this runtime, an administrator ends the GPU work by hand.
 fn podman_stops(machine: &mut Machine) {
     if !with_podman(machine) {
         return;

@@ -1,5 +1,5 @@
-//! The device plugin's unit on a booted system: in its sandbox, with the policy of the bus, and with a kubelet that a
-//! Python program plays.
+//! Tests the device plugin's unit on a booted machine, in its sandbox and with the policy of the bus. A Python program plays
+//! the kubelet.
 
 use std::path::Path;
 
@@ -22,11 +22,8 @@ const DEB: &str = "/var/tmp/yunion-mps-device-plugin.deb";
 const SAID: &str = "/var/tmp/kubelet.said";
 const CALLS: &str = "/var/tmp/kubelet.calls";
 
-/// The name of the resource for the slices of the simulated host.
 const RESOURCE: &str = "yunion.io/mps-35gib";
 
-/// The files for a machine: the packages of the service and of the device plugin, and the kubelet that a Python program
-/// plays.
 pub(crate) fn stage() -> Stage {
     let stage = package::stage();
     let source = Path::new(env!("CARGO_MANIFEST_DIR"));
@@ -65,7 +62,8 @@ fn up_before_the_kubelet(machine: &mut Machine) {
 }
 
 fn start_kubelet(machine: &Machine) {
-    // The kubelet's input is opened for writing too, so that the kubelet never reads the end of its input.
+    // The shell opens the kubelet's input for writing too. Otherwise the kubelet would read the end of its input after the
+    // first message.
     machine.sh(&format!(
         "systemd-run --quiet --unit=fake-kubelet sh -c \
          'exec /usr/bin/python3 /var/tmp/kubelet.py /var/tmp /var/lib/kubelet <>{CALLS} >>{SAID}'"
@@ -85,11 +83,11 @@ fn in_its_sandbox(machine: &mut Machine) {
     wait_for("the slice", || (said(machine, r#""yunion.io/mps=00:06.0-2""#) == 1).then_some(()));
 }
 
-/// The kubelet's directory is removed and made again, as kubeadm does for a node that joins a cluster again.
+/// Tests a kubelet directory that is removed and made again, as kubeadm does when a node joins a cluster again.
 fn directory_made_anew(machine: &mut Machine) {
     let before = said(machine, r#""event": "registered""#);
-    // The device plugin makes its socket again each time that the socket is removed. So `rm` is repeated until the kubelet's
-    // directory is removed.
+    // The device plugin makes its socket again each time that the socket is removed. So the test repeats `rm` until the
+    // kubelet's directory is removed.
     machine.sh("systemctl stop fake-kubelet; timeout 60 sh -c 'until rm -rf /var/lib/kubelet/device-plugins; do :; done'");
     start_kubelet(machine);
     wait_for("a registration", || (said(machine, r#""event": "registered""#) > before).then_some(()));

@@ -1,5 +1,5 @@
-//! A booted systemd for tests: a container over an overlay of this host's files. So the container needs no image and no
-//! network, and boots in half a second. The container changes nothing on the host, and leaves nothing behind.
+//! A booted systemd for tests, in a container whose root is an overlay over this host's files. The container needs no image and
+//! no network, boots in half a second, and changes nothing on the host.
 
 use std::ffi::OsStr;
 use std::fs;
@@ -14,17 +14,17 @@ use tempfile::TempDir;
 
 use crate::wait::{DEADLINE, PAUSE};
 
-/// The kind of control groups on a machine.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Hierarchy {
-    /// Control groups of version 2, as on every present distribution.
+    /// Version 2, as on every present distribution.
     Unified,
-    /// Control groups of version 1, as on RHEL 8.
+    /// Version 1, as on RHEL 8.
     Legacy,
 }
 
 impl Hierarchy {
-    /// True if this host can give a container this kind of control groups, and the container's systemd supports it.
+    /// True if a container on this host can have this version of control groups, and the container's systemd supports this
+    /// version.
     pub(crate) fn available(self) -> bool {
         match self {
             Self::Unified => true,
@@ -38,8 +38,8 @@ impl Hierarchy {
     }
 }
 
-/// Returns whether the machines have this file of the host. `scripts/machine-root.sh` has installed all files that
-/// machines need; another distribution may lack some.
+/// True if the machines have this file. `scripts/machine-root.sh` installs all files that the tests need, but another
+/// distribution may lack some.
 pub(crate) fn has(path: &str) -> bool {
     let base = std::env::var_os("E2E_ROOT");
     base.is_none_or(|base| Path::new(&base).join(path.trim_start_matches('/')).exists())
@@ -48,13 +48,12 @@ pub(crate) fn has(path: &str) -> bool {
 /// The first release of systemd that does not support the legacy hierarchy.
 const WITHOUT_LEGACY: u32 = 258;
 
-/// The number of the release in the output of `systemctl --version`.
 fn release(version: &str) -> u32 {
     let number = version.split_ascii_whitespace().nth(1).and_then(|word| word.parse().ok());
     number.unwrap_or_else(|| panic!("no version in: {version}"))
 }
 
-/// Files that a machine has in addition to, or instead of, the host's files.
+/// Files that a machine gets in addition to the host's files, or instead of them.
 pub(crate) struct Stage(TempDir);
 
 impl Stage {
@@ -72,13 +71,11 @@ impl Stage {
         fs::write(self.place(path), text).unwrap();
     }
 
-    /// Adds a file unchanged.
     pub(crate) fn put(&self, from: &Path, path: &str) {
         fs::copy(from, self.place(path)).unwrap_or_else(|error| panic!("{}: {error}", from.display()));
     }
 
-    /// Adds a program or a library that cargo has built. The symbols of the file are removed, since the symbols are most
-    /// of the file.
+    /// Adds a file that cargo has built, without its symbols, which are most of the file.
     pub(crate) fn install(&self, built: &Path, path: &str) {
         assert!(built.exists(), "{} is not built: cargo build --workspace", built.display());
         let strip =
@@ -88,19 +85,18 @@ impl Stage {
     }
 }
 
-/// A running machine. The machine is shut down when the [`Machine`] is dropped.
+/// A running machine, which is shut down when this value is dropped.
 pub(crate) struct Machine {
     script: Child,
-    /// The PID on this host of the machine's PID 1.
+    /// The host's PID for the machine's PID 1.
     leader: u32,
     name: String,
     directory: TempDir,
 }
 
 impl Machine {
-    /// Boots a machine with these files, and waits until it has booted.
     pub(crate) fn boot(stage: &Stage, hierarchy: Hierarchy) -> Self {
-        // The machine has the name of this directory, which is unique.
+        // The random name of this directory is also the machine's name, which must be unique on the host.
         let directory = tempfile::Builder::new().prefix("mps-e2e-").rand_bytes(8).tempdir().unwrap();
         let name = directory.path().file_name().unwrap().to_str().unwrap().to_owned();
         fs::create_dir(directory.path().join("mnt")).unwrap();
@@ -124,7 +120,7 @@ impl Machine {
         machine
     }
 
-    /// Waits until the machine has another PID 1 than `before`, and has booted.
+    /// Waits until the machine has booted with a PID 1 other than `before`.
     fn wait_until_up(&mut self, before: u32) {
         let deadline = Instant::now() + DEADLINE;
         loop {
@@ -133,8 +129,8 @@ impl Machine {
             }
             if let Some(leader) = self.find_leader().filter(|leader| *leader != before) {
                 self.leader = leader;
-                // A unit of the host that fails in the machine does not matter for the tests, so the state "degraded" is
-                // accepted too.
+                // The machine starts the host's units too. A unit of the host that fails does not matter for the tests, so the
+                // state "degraded" is accepted.
                 let state = self.run(&["systemctl", "is-system-running", "--wait"]);
                 if ["running", "degraded"].contains(&text(&state.stdout).trim()) {
                     return;
@@ -145,19 +141,18 @@ impl Machine {
         }
     }
 
-    /// The PID on this host of the machine's systemd. The machine's systemd is a child of systemd-nspawn, and systemd-nspawn
-    /// is a child of the script `boot.sh`. At first systemd-nspawn has other children.
+    /// Returns the host's PID of the machine's systemd, which is a child of systemd-nspawn, which is a child of `boot.sh`.
+    /// Before it starts systemd, systemd-nspawn has other children.
     fn find_leader(&self) -> Option<u32> {
         child(child(self.script.id(), "systemd-nspawn")?, "systemd")
     }
 
-    /// The text on the machine's console.
     pub(crate) fn console(&self) -> String {
         let console = fs::read(self.directory.path().join("console")).unwrap_or_default();
         text(&console)
     }
 
-    /// A command that runs in the machine, as root, with a plain environment.
+    /// Makes a command that runs in the machine as root. Its environment has only the `PATH` and the locale.
     pub(crate) fn command<S: AsRef<OsStr>>(&self, words: &[S]) -> Command {
         let mut command = Command::new("nsenter");
         command.arg(format!("--target={}", self.leader)).args(["--all", "--wd", "--", "/usr/bin/env", "-i"]);
@@ -166,13 +161,12 @@ impl Machine {
         command
     }
 
-    /// Runs a command in the machine to its end, and returns its output.
     pub(crate) fn run<S: AsRef<OsStr>>(&self, words: &[S]) -> Output {
         let mut command = self.command(words);
         command.output().unwrap_or_else(|error| panic!("{command:?}: {error}"))
     }
 
-    /// The text on stdout of a command in the machine, which must succeed.
+    /// Runs a command in the machine, which must succeed, and returns its stdout.
     #[track_caller]
     pub(crate) fn printed<S: AsRef<OsStr> + std::fmt::Debug>(&self, words: &[S]) -> String {
         let output = self.run(words);
@@ -181,7 +175,7 @@ impl Machine {
         out
     }
 
-    /// The text on stderr of a command in the machine, which must fail.
+    /// Runs a command in the machine, which must fail, and returns its stderr.
     #[track_caller]
     pub(crate) fn complained<S: AsRef<OsStr> + std::fmt::Debug>(&self, words: &[S]) -> String {
         let output = self.run(words);
@@ -189,13 +183,12 @@ impl Machine {
         text(&output.stderr)
     }
 
-    /// The text on stdout of a shell script in the machine, which must succeed.
+    /// Runs a shell script in the machine, which must succeed, and returns its stdout.
     #[track_caller]
     pub(crate) fn sh(&self, script: &str) -> String {
         self.printed(&["sh", "-euc", script])
     }
 
-    /// Writes a file in the machine, and makes the directories above it.
     pub(crate) fn write(&self, path: &str, contents: &str) {
         let script = "mkdir -p \"$(dirname \"$1\")\"; cat >\"$1\"";
         let mut writer =
@@ -204,19 +197,17 @@ impl Machine {
         assert!(writer.wait().unwrap().success(), "{path} can't be written");
     }
 
-    /// A property of a unit, as `systemctl show` prints it.
     #[track_caller]
     pub(crate) fn property(&self, unit: &str, name: &str) -> String {
         let property = format!("--property={name}");
         self.printed(&["systemctl", "show", "--value", &property, unit]).trim_end().to_owned()
     }
 
-    /// The release of the machine's systemd.
     pub(crate) fn systemd_version(&self) -> u32 {
         release(&self.printed(&["systemctl", "--version"]))
     }
 
-    /// The present end of the machine's journal, as a cursor.
+    /// Returns a cursor for the present end of the machine's journal.
     pub(crate) fn cursor(&self) -> String {
         self.printed(&["journalctl", "--sync"]);
         let shown = self.printed(&["journalctl", "--lines=1", "--show-cursor", "--quiet"]);
@@ -224,7 +215,6 @@ impl Machine {
         cursor.unwrap_or_else(|| panic!("no cursor in: {shown}")).to_owned()
     }
 
-    /// The entries of the journal of all users after a cursor.
     pub(crate) fn journal(&self, cursor: &str) -> Vec<Value> {
         let after = format!("--after-cursor={cursor}");
         self.printed(&["journalctl", "--sync"]);
@@ -232,7 +222,6 @@ impl Machine {
         lines.lines().map(|line| serde_json::from_str(line).unwrap()).collect()
     }
 
-    /// The messages of the journal after a cursor.
     pub(crate) fn messages(&self, cursor: &str) -> Vec<String> {
         self.journal(cursor)
             .iter()
@@ -240,14 +229,13 @@ impl Machine {
             .collect()
     }
 
-    /// Restarts the machine, and waits until it has booted.
     pub(crate) fn reboot(&mut self) {
         let before = self.leader;
         self.run(&["systemctl", "reboot"]);
         self.wait_until_up(before);
     }
 
-    /// Shuts the machine down. Returns false if the machine had to be killed.
+    /// Shuts the machine down. Returns false if the machine did not end in time and was killed.
     fn power_off(&mut self) -> bool {
         let asked = self.leader != 0 && self.run(&["systemctl", "poweroff"]).status.success();
         let deadline = Instant::now() + if asked { DEADLINE } else { Duration::ZERO };
@@ -266,14 +254,15 @@ impl Machine {
 
 impl Drop for Machine {
     fn drop(&mut self) {
-        // If the machine has never booted, the failed boot was reported before.
+        // If the machine has never booted, `boot` has already reported the failure.
         if !self.power_off() && self.leader != 0 {
             eprintln!("the machine did not power off and was killed:\n{}", self.console());
         }
         for hierarchy in ["", "/systemd", "/unified", "/freezer"] {
             let group = Path::new("/sys/fs/cgroup").join(hierarchy.trim_start_matches('/')).join(&self.name);
             let deadline = Instant::now() + DEADLINE;
-            // The last process of a killed machine may still be ending, and a control group with a process can't be removed.
+            // A process of a killed machine may still be ending, and the kernel does not remove a control group that has a
+            // process.
             while let Err(error) = remove_groups(&group) {
                 if Instant::now() >= deadline {
                     eprintln!("{} is left: {error}", group.display());
@@ -285,7 +274,6 @@ impl Drop for Machine {
     }
 }
 
-/// The first child process with this name of the process `of`.
 fn child(of: u32, name: &str) -> Option<u32> {
     let children = fs::read_to_string(format!("/proc/{of}/task/{of}/children")).ok()?;
     children.split_ascii_whitespace().filter_map(|pid| pid.parse().ok()).find(|pid: &u32| {
@@ -309,7 +297,6 @@ fn remove_groups(group: &Path) -> std::io::Result<()> {
     fs::remove_dir(group)
 }
 
-/// The text of a program's output.
 pub(crate) fn text(bytes: &[u8]) -> String {
     String::from_utf8_lossy(bytes).into_owned()
 }

@@ -1,10 +1,10 @@
 //! Tests of the installed service on a booted systemd, as root. The output names each check.
 //!
-//! These tests do not use the harness of libtest: with libtest, tests can't share a machine that is removed after the
-//! last test.
+//! These tests do not use the harness of libtest. It has no way to share a machine between tests, and to remove the machine
+//! after the last test.
 
-// clippy.toml allows `unwrap` and the like only in functions marked as tests. The helper functions of this program are not
-// marked, and call `unwrap` too.
+// `clippy.toml` allows `unwrap` and the like only in functions marked as tests. The helper functions of this program also call
+// them.
 #![allow(
     clippy::unwrap_used,
     clippy::expect_used,
@@ -13,8 +13,7 @@
     clippy::print_stderr,
     clippy::print_stdout
 )]
-// The lints `assigning_clones` and the like ask for a form that makes tests harder to read, or that a D-Bus interface
-// does not allow.
+// These lints ask for code that would make tests harder to read, or that the D-Bus interface does not allow.
 #![allow(
     clippy::assigning_clones,
     clippy::float_cmp,
@@ -50,23 +49,21 @@ use std::time::Instant;
 
 use machine::{Hierarchy, Machine, Stage};
 
-/// The number of machines that run at the same time. Each machine waits most of its time.
+/// The number of machines that run at the same time. A machine spends most of its time waiting.
 const MACHINES: usize = 2;
 
-/// A check with its name. The check runs on a machine that other checks have used before.
+/// A check with its name. Other checks may have used the machine before.
 type Check = (&'static str, fn(&mut Machine));
 
-/// A group of checks that share one machine.
 struct Group {
     name: &'static str,
     hierarchy: Hierarchy,
     stage: fn() -> Stage,
-    /// Prepares the machine before the first check.
     prepare: fn(&Machine),
     checks: &'static [Check],
 }
 
-// The two groups that take the longest are started first, so that the run does not end with one long group alone.
+// The groups that take longest come first. Otherwise a long group would run alone at the end.
 const GROUPS: &[Group] = &[
     // Podman and Docker start containers on a host with the service from the deb.
     Group {
@@ -76,7 +73,6 @@ const GROUPS: &[Group] = &[
         prepare: package::installed,
         checks: containers::CHECKS,
     },
-    // A deb is installed, upgraded, removed and purged.
     Group {
         name: "deb",
         hierarchy: Hierarchy::Unified,
@@ -98,7 +94,6 @@ const GROUPS: &[Group] = &[
         prepare: |_| (),
         checks: scope::CHECKS_LEGACY,
     },
-    // An rpm is installed and removed.
     Group {
         name: "rpm",
         hierarchy: Hierarchy::Unified,
@@ -106,7 +101,6 @@ const GROUPS: &[Group] = &[
         prepare: |_| (),
         checks: package::RPM_CHECKS,
     },
-    // The service of the deb runs under systemd.
     Group {
         name: "service",
         hierarchy: Hierarchy::Unified,
@@ -121,7 +115,7 @@ const GROUPS: &[Group] = &[
         prepare: package::installed,
         checks: people::CHECKS,
     },
-    // A user on a fresh system types the commands of the README and has read nothing else.
+    // The test types the commands of the README on a new system, like a user who has read nothing else.
     Group {
         name: "readme",
         hierarchy: Hierarchy::Unified,
@@ -143,7 +137,6 @@ const GROUPS: &[Group] = &[
         prepare: containers::installed_legacy,
         checks: containers::CHECKS_LEGACY,
     },
-    // A kubelet runs on the host with the service from the deb.
     Group {
         name: "kubernetes",
         hierarchy: Hierarchy::Unified,
@@ -151,7 +144,6 @@ const GROUPS: &[Group] = &[
         prepare: package::installed,
         checks: kubernetes::CHECKS,
     },
-    // A Slurm cluster of one node runs on the host with the service from the deb.
     Group {
         name: "slurm",
         hierarchy: Hierarchy::Unified,
@@ -173,8 +165,8 @@ fn main() -> ExitCode {
     if arguments.first().is_some_and(|word| word == asker::ARGUMENT) {
         return asker::run();
     }
-    // The arguments of this program are like those of libtest: a word selects the checks whose names contain it, and options
-    // are ignored. The checks of `make soak` run only if they are selected.
+    // This program takes arguments like libtest: a word selects the checks whose names contain it, and options are ignored. The
+    // checks of `make soak` run only if a word selects them.
     let wanted = |name: &str| {
         let mut words = arguments.iter().filter(|word| !word.starts_with("--")).peekable();
         words.peek().is_none() && !name.starts_with("soak::")
@@ -226,7 +218,7 @@ fn main() -> ExitCode {
     if failed.is_empty() { ExitCode::SUCCESS } else { ExitCode::FAILURE }
 }
 
-/// Returns whether this host has all that the machine of a group needs. If something is missing, the group is skipped.
+/// Returns true if this host and its machines have all that the group needs. Otherwise reports the group as skipped.
 fn can_run(group: &Group) -> bool {
     let missing = if !group.hierarchy.available() {
         Some("no legacy control group hierarchy on this host, or a systemd that knows none")
@@ -241,7 +233,6 @@ fn can_run(group: &Group) -> bool {
     missing.is_none()
 }
 
-/// Runs checks on one machine. Returns the number of checks that passed, and the names of the checks that failed.
 fn run(group: &Group, checks: Vec<(String, Check)>) -> (usize, Vec<String>) {
     let begun = Instant::now();
     let booted = catch_unwind(|| {
@@ -264,7 +255,7 @@ fn run(group: &Group, checks: Vec<(String, Check)>) -> (usize, Vec<String>) {
             passed += 1;
         } else {
             println!("test {name} ... FAILED ({seconds:.1} s)");
-            // The end of the journal may explain the failure, if the machine still answers.
+            // The end of the machine's journal may explain the failure.
             let journal =
                 machine.run(&["journalctl", "--lines=50", "--no-hostname", "--output=short-monotonic"]);
             eprintln!("--- the end of the machine's journal\n{}---", machine::text(&journal.stdout));

@@ -1,5 +1,4 @@
-//! The built packages: the effects of an installation, an upgrade, a removal and a purge on a host and on its
-//! clients.
+//! Tests of the built packages: their installation, upgrade, removal and purge, and the effects on the host and on its clients.
 
 use std::collections::BTreeSet;
 use std::fs;
@@ -39,9 +38,8 @@ pub(crate) const RPM_CHECKS: &[Check] = &[
     ("an_rpm_upgrade_from_the_platforms_package_leaves_its_client_running", rpm_take_over),
 ];
 
-/// The directory of the packages under test, the directory of their programs, and the command that makes the packages.
-/// If `RELEASE` is set, the packages of `make deb rpm` are under test, otherwise packages that are built only for
-/// tests.
+/// Returns the directory of the packages under test, the directory of their programs, and the command that makes the packages.
+/// With the variable `RELEASE`, these are the packages of `make deb rpm`, otherwise packages that are built only for tests.
 fn packages() -> (&'static str, &'static str, &'static str) {
     if std::env::var_os("RELEASE").is_some_and(|value| !value.is_empty()) {
         ("dist", "target/packaged", "make deb rpm")
@@ -50,13 +48,12 @@ fn packages() -> (&'static str, &'static str, &'static str) {
     }
 }
 
-/// The only package of the service whose file name has this ending. The package must have been made from the present
-/// sources.
+/// Returns the only package of the service with this file name extension.
 fn built(ending: &str) -> PathBuf {
     built_package("yunion-mps-daemon", ending)
 }
 
-/// The only package with this name and this ending. The package must have been made from the present sources.
+/// Returns the only package with this name and this ending. Fails if a source file is newer than the package.
 pub(crate) fn built_package(name: &str, ending: &str) -> PathBuf {
     let source = Path::new(env!("CARGO_MANIFEST_DIR"));
     let (directory, _, command) = packages();
@@ -80,7 +77,6 @@ pub(crate) fn built_package(name: &str, ending: &str) -> PathBuf {
     package.clone()
 }
 
-/// A file in this directory that was changed after the time `than`. None if no file was changed since then.
 fn newer(path: &Path, than: std::time::SystemTime) -> Option<PathBuf> {
     if path.is_dir() {
         return fs::read_dir(path).unwrap().find_map(|entry| newer(&entry.unwrap().path(), than));
@@ -89,17 +85,16 @@ fn newer(path: &Path, than: std::time::SystemTime) -> Option<PathBuf> {
 }
 
 pub(crate) const DEB: &str = "/var/tmp/yunion-mps-daemon.deb";
-/// The file to which the timer of the metrics writes.
+/// `yunion-mps-metrics.timer` starts a service that writes this file.
 const METRICS: &str = "/var/lib/prometheus/node-exporter/yunion-mps.prom";
 const PREVIOUS_DEB: &str = "/var/tmp/previous.deb";
 const PLATFORM_DEB: &str = "/var/tmp/platform.deb";
 const RPM: &str = "/var/tmp/yunion-mps-daemon.rpm";
 const PREVIOUS_RPM: &str = "/var/tmp/previous.rpm";
 const PLATFORM_RPM: &str = "/var/tmp/platform.rpm";
-/// The message that a first installation prints on a host without configuration.
 const NEXT_STEP: &str =
     "yunion-mps-daemon: run 'yunion-mpsctl setup', then 'systemctl enable --now yunion-mps-daemon'.";
-/// The command rpm with its own list of packages: the machine's list is dpkg's.
+/// The machine's own list of packages belongs to dpkg, so rpm uses a list in another directory.
 const RPMS: &str = "rpm --dbpath /var/tmp/rpmdb --nodeps";
 
 fn run(command: &mut Command) -> String {
@@ -108,15 +103,13 @@ fn run(command: &mut Command) -> String {
     text(&output.stdout)
 }
 
-/// The files for a machine: the programs of the simulated host, and the package to install.
 pub(crate) fn stage() -> Stage {
     let stage = simulated();
     stage.put(&built(".deb"), DEB);
     stage
 }
 
-/// The files for a machine with upgrades: those of [`stage`], the version before the present one, and the platform's
-/// own package.
+/// Adds to [`stage`] an earlier version of the deb, and the platform's own package.
 pub(crate) fn stage_upgrades() -> Stage {
     let stage = stage();
     let work = tempfile::tempdir().unwrap();
@@ -146,9 +139,9 @@ fn pack(tree: &Path, stage: &Stage, path: &str) {
     stage.put(&package, path);
 }
 
-/// The parts of the platform's own package that matter for these tests. The version of the platform's package is a date; the
-/// package stops and disables its service even at an upgrade; its control daemon detaches, and stays when the main process of
-/// the service is killed, since a `quit` does not return while there are clients.
+/// The platform's own package, reduced to the parts that matter here. Its version is a date. Its scripts stop and disable its
+/// service even at an upgrade. Its control daemon outlives a kill of its service, since `quit` does not return while the
+/// control daemon has clients.
 const PLATFORM: &[(&str, &str, &str)] = &[
     (
         "DEBIAN/control",
@@ -177,13 +170,12 @@ const PLATFORM: &[(&str, &str, &str)] = &[
     ),
 ];
 
-/// Installs the deb of the service, for the checks of other groups.
 pub(crate) fn installed(machine: &Machine) {
     machine.sh(&format!("apt-get install --yes --no-install-recommends {DEB}"));
     on_the_simulated_host(machine);
 }
 
-/// Removes all files of the package, whatever state the check before has left.
+/// Removes the package and its files, in whatever state an earlier check left them.
 fn absent(machine: &Machine) {
     machine.sh(&format!(
         "rm -rf /etc/systemd/system/{SERVICE}.d; systemctl daemon-reload; \
@@ -195,7 +187,6 @@ fn is(machine: &Machine, what: &str) -> String {
     text(&machine.run(&["systemctl", what, SERVICE]).stdout).trim_end().to_owned()
 }
 
-/// The state of the timer that writes the metrics, as `systemctl is-active` prints it.
 fn active_timer(machine: &Machine) -> String {
     let timer = ["systemctl", "is-active", "yunion-mps-metrics.timer"];
     text(&machine.run(&timer).stdout).trim_end().to_owned()
@@ -223,15 +214,14 @@ fn install(machine: &mut Machine) {
     );
     assert_eq!(is(machine, "is-enabled"), "disabled");
     nothing_runs(machine);
-    // `dpkg --verify` reports every file that differs from the package.
+    // `dpkg --verify` reports every installed file that differs from the package.
     assert_eq!(machine.printed(&["dpkg", "--verify", "yunion-mps-daemon"]), "");
-    // The programs start with the C library of this machine.
+    // The programs can be executed with the C library of this machine.
     machine.printed(&["yunion-mps-daemon", "--version"]);
     machine.printed(&["yunion-mpsctl", "--version"]);
 }
 
-/// The package is installed on the machine's own root, where /etc/host.conf is the C library's file, so the service has
-/// no configuration.
+/// Starts the service without a configuration: on the machine's own root, /etc/host.conf is a file of the C library.
 fn unconfigured(machine: &mut Machine) {
     machine
         .sh(&format!("test -e /etc/host.conf || echo multi on >/etc/host.conf; systemctl start {SERVICE}"));
@@ -244,8 +234,7 @@ fn unconfigured(machine: &mut Machine) {
 fn enable(machine: &mut Machine) {
     new_host(machine);
     on_the_simulated_host(machine);
-    // The configuration files have the contents that the guide gives. Their directories are the directories of the
-    // simulated host.
+    // The configuration files have the contents that the guide gives, with the directories of the simulated host.
     machine.write(
         HOST_CONF,
         &format!(
@@ -259,7 +248,8 @@ fn enable(machine: &mut Machine) {
     );
     let cursor = machine.cursor();
     machine.sh(&format!("systemctl enable --now {SERVICE}"));
-    // systemd calls the unit active after the service has looked at all GPUs once.
+    // `systemctl enable --now` returns after the service has looked at all GPUs once. Only then does systemd call the unit
+    // active.
     assert_eq!(is(machine, "is-active"), "active");
     assert_eq!(is(machine, "is-enabled"), "enabled");
     wait_for("the state ready", || (state(machine) == "ready").then_some(()));
@@ -292,8 +282,7 @@ fn listing(machine: &mut Machine) {
 }
 
 fn looked_for(machine: &mut Machine) {
-    // The file that the unit names as its documentation is installed. The manual pages in the unit's documentation are
-    // checked below.
+    // Each file that the unit's `Documentation=` names is installed. The test checks the manual pages further below.
     let documentation = machine.property(SERVICE, "Documentation");
     let files: Vec<&str> =
         documentation.split_ascii_whitespace().filter_map(|word| word.strip_prefix("file:")).collect();
@@ -305,13 +294,12 @@ fn looked_for(machine: &mut Machine) {
         let section = page.rsplit('.').next().unwrap();
         machine.sh(&format!("test -s /usr/share/man/man{section}/{page}.gz"));
     }
-    // bash asks for a completion in this way: it splits the word at colons, and the answer replaces the last part.
+    // bash splits a word at colons before it calls a completion function, and replaces only the last part by the answer.
     let asked = "complete -p yunion-mpsctl >/dev/null && COMP_WORDS=(yunion-mpsctl drain 00 : 06.0-) COMP_CWORD=4 && \
                  COMP_LINE=\"yunion-mpsctl drain 00:06.0-\" COMP_POINT=28 && _yunion_mpsctl && \
                  test \"${COMPREPLY[*]}\" = \"06.0-0 06.0-1 06.0-2 06.0-3\"";
     machine.sh(&format!("bash -c '. /usr/share/bash-completion/completions/yunion-mpsctl && {asked}'"));
-    // With the installed interface description, a program can find out all methods and properties that the service has
-    // on D-Bus.
+    // With the installed interface files, other programs can read all methods and properties of the service.
     machine.sh("test -s /usr/share/dbus-1/interfaces/io.yunion.Mps1.Manager.xml");
 }
 
@@ -365,8 +353,8 @@ fn remove_with_a_client(machine: &mut Machine) {
     assert_eq!(control_daemons(machine), Vec::<String>::new());
 }
 
-/// The package is removed after its service has failed: no script stops the control daemon, so a client goes on,
-/// although the program that could end its work is removed.
+/// Removes the package after the service has failed. No script stops the control daemon, so the client runs on, although the
+/// programs of the package are gone.
 fn remove_failed(machine: &mut Machine) {
     installed(machine);
     Running::start(machine, "");
@@ -382,8 +370,8 @@ fn remove_failed(machine: &mut Machine) {
 
 fn purge(machine: &mut Machine) {
     absent(machine);
-    // The search also finds checkouts of this project on the host of the machine. The checkouts are there before the
-    // installation and after the purge.
+    // The search also finds working copies of the sources on the host, since the machine shows the host's files. They are in
+    // the list before the installation too.
     let ours = || -> BTreeSet<String> {
         let found = machine.sh(
             "find / -xdev \\( -path /proc -o -path /sys -o -path /srv -o -path /var/tmp -o -path '/var/log/*' \
@@ -398,7 +386,7 @@ fn purge(machine: &mut Machine) {
     machine.sh(&format!("systemctl enable {SERVICE}"));
     assert!(ours().len() > before.len() + 10, "the search finds what is installed");
     machine.sh("apt-get purge --yes yunion-mps-daemon");
-    // The administrator has made this directory, so the purge leaves it.
+    // The administrator has made this directory, so the purge must not remove it. The test removes it here.
     machine.sh(&format!("rm -r /etc/systemd/system/{SERVICE}.d; systemctl daemon-reload"));
     assert_eq!(ours().difference(&before).collect::<Vec<_>>(), Vec::<&String>::new());
     machine.sh("dpkg-query --show yunion-mps-daemon && exit 1 || :");
@@ -407,20 +395,18 @@ fn purge(machine: &mut Machine) {
 fn take_over(machine: &mut Machine) {
     absent(machine);
     let theirs = platforms(machine, &format!("apt-get install --yes {PLATFORM_DEB}"));
-    // apt treats the installation as an upgrade of the platform's package, since the version of the service's package has
-    // an epoch.
+    // The service's version has an epoch. Therefore apt treats the installation as an upgrade of the platform's package.
     let said = machine.sh(&format!("apt-get install --yes --no-install-recommends {DEB} 2>&1"));
     assert!(said.contains("1 upgraded"), "{said}");
-    // The scripts of the platform's package have stopped and disabled the service. The message of the installation says how
-    // to enable the service again.
+    // The scripts of the platform's package have stopped and disabled the service. The installation prints how to enable the
+    // service again.
     assert!(said.contains("systemctl enable --now yunion-mps-daemon"), "{said}");
     on_the_simulated_host(machine);
     machine.sh(&format!("systemctl enable --now {SERVICE}"));
     taken_over(machine, &theirs);
 }
 
-/// Installs the platform's own package, with its service and a client that works. Returns the PID of its control
-/// daemon.
+/// Installs the platform's own package, and starts its service and a client. Returns the PID of the platform's control daemon.
 fn platforms(machine: &Machine, install: &str) -> String {
     new_host(machine);
     machine.sh(install);
@@ -442,15 +428,14 @@ fn platforms(machine: &Machine, install: &str) -> String {
     machine.printed(&["systemd-run", "--quiet", "--unit=their-client", "sh", "-euc", &client]);
     let listed = format!("{theirs_is} echo ps | nvidia-cuda-mps-control");
     wait_for("their client at work", || machine.sh(&listed).contains("cuda-client").then_some(()));
-    // The process that has started the platform's control daemon has the same name as the control daemon, and ends in a
-    // moment.
+    // The process that has started the platform's control daemon has the same name for a moment.
     wait_for("one control daemon", || {
         <[String; 1]>::try_from(control_daemons(machine)).ok().map(|[theirs]| theirs)
     })
 }
 
-/// The service leaves the platform's control daemon alone while that control daemon has a client, and names the control
-/// daemon in the status. After the client has ended, the service replaces the platform's control daemon.
+/// Checks that the service leaves the platform's control daemon alone while that control daemon has a client, and names its PID
+/// in the status. After the client's end, the service replaces that control daemon.
 fn taken_over(machine: &Machine, theirs: &str) {
     machine.sh("test ! -e /opt/yunion/bin/mps-daemon");
     wait_for("its PID in the reason", || {
@@ -474,8 +459,8 @@ fn rpm_take_over(machine: &mut Machine) {
     taken_over(machine, &theirs);
 }
 
-/// The files for a machine: the rpm of the service, an earlier version of this rpm, the platform's own rpm, and the deb
-/// that the rpm is compared with.
+/// The machine gets the rpm of the service, an earlier version of this rpm, the platform's own rpm, and the deb for a
+/// comparison.
 pub(crate) fn stage_rpm() -> Stage {
     let stage = simulated();
     stage.put(&built(".rpm"), RPM);
@@ -506,14 +491,13 @@ pub(crate) fn stage_rpm() -> Stage {
     stage
 }
 
-/// The only rpm of the service that this run of rpmbuild makes.
 fn packed(rpmbuild: &mut Command, work: &Path, spec: &str) -> PathBuf {
     run(rpmbuild.arg("--define").arg(format!("_topdir {}", work.display())).arg(spec));
     let made = run(Command::new("find").arg(work.join("RPMS")).args(["-name", "yunion-mps-daemon-*.rpm"]));
     PathBuf::from(made.trim_end())
 }
 
-/// The spec of the platform's own rpm, as [`PLATFORM`]. The rpm stops and disables the service in %preun even on an
+/// The platform's own package as an rpm, like [`PLATFORM`]. Its `%preun` script stops and disables the service even at an
 /// upgrade.
 const PLATFORM_SPEC: &str = "
 Name: yunion-mps-daemon
@@ -536,8 +520,8 @@ systemctl stop yunion-mps-daemon.service
 systemctl daemon-reload
 ";
 
-/// The files in a package's list of files, without the directories and without the files that debs and rpms have at
-/// different paths.
+/// Returns the paths in a package's list of files, without directories and without files whose paths differ between debs and
+/// rpms.
 fn listed(names: &str) -> Vec<String> {
     let mut names: Vec<String> = names
         .lines()
@@ -557,8 +541,8 @@ fn rpm_files(machine: &mut Machine) {
     let rpm =
         files("cd /var/tmp/root; find ./usr ./etc ! -type d 2>/dev/null | grep -v -e /rpm/ -e /build-id/");
     let deb = files(&format!("dpkg-deb --fsys-tarfile {DEB} | tar -t"));
-    // Debian has its own directories for completions of zsh and for lintian. The documentation differs between debs and
-    // rpms.
+    // Debian uses other directories for zsh's completions and for lintian, and its packages have other documentation. The lists
+    // are made comparable here.
     let plain = |names: Vec<String>| -> Vec<String> {
         let mut names: Vec<String> = names
             .into_iter()

@@ -1,5 +1,5 @@
-//! Situations of a user's first week, on a booted system: a program with a private /tmp, many short jobs after a
-//! fault, and files of a guide with mistakes of its readers.
+//! Tests of a user's first week on a booted machine: a program with a private /tmp, short jobs after a fault, and device files
+//! with mistakes.
 
 use std::process::Output;
 
@@ -20,20 +20,20 @@ fn is_ready(machine: &Machine) {
     wait_for("the state ready", || (state(machine) == "ready").then_some(()));
 }
 
-/// Runs a command on the simulated host, in a new unit with this property.
+/// Runs a command on the simulated host, in a new systemd unit that has `property`.
 fn in_unit(machine: &Machine, property: &str, command: &str) -> Output {
     let property = format!("--property={property}");
     let words = ["systemd-run", "--quiet", "--wait", "--pipe", &property, "sh", "-c"];
     machine.run(&[&words[..], &[&format!("{ON_HOST} {command}")]].concat())
 }
 
-/// In a unit with a private /tmp, CUDA does not find the directory of the slice, and the program would start on the
-/// whole GPU.
+/// In a unit with a private /tmp, CUDA does not find the directory of the slice. Without a check, the program would start on
+/// the whole GPU.
 fn private_tmp(machine: &mut Machine) {
     let run = "yunion-mpsctl run 00:06.0-1 -- cuda-client props";
     let is_served = |output: &Output| {
         let said = text(&output.stdout) + &text(&output.stderr);
-        // The slice has 35942 MiB, less the context of the client.
+        // The slice has 35942 MiB, and the client's CUDA context takes a part of it.
         assert!(output.status.success() && said.contains(" free 35"), "{said}");
     };
     for topology in ["shared", "per_slice"] {
@@ -85,10 +85,9 @@ fn short_jobs(machine: &mut Machine) {
 const RIGHT: &str =
     "devices:\n- path: \"/dev/dri/renderD128\"\n  type: \"NVIDIA_MPS\"\n  virtual_number: 4\n";
 
-/// Device files with mistakes. Each file has the number of the line that the service names, and the service's words
-/// about the mistake.
+/// Device files with mistakes. Each row has a file, the line number that the service names, and the service's message.
 const SLIPS: [(&str, u32, &str); 6] = [
-    // The device file as the platform's guide prints it, without indentation.
+    // The platform's guide prints the device file in this form, without indentation.
     (
         "devices:\n- path: \"/dev/dri/renderD128\"\ntype: \"NVIDIA_MPS\"\nvirtual_number: 4\n",
         3,
@@ -121,13 +120,11 @@ const SLIPS: [(&str, u32, &str); 6] = [
     ),
 ];
 
-/// The output of yunion-mpsctl with these arguments, on one line.
 fn said(machine: &Machine, arguments: &str) -> String {
     let output = machine.run(&["sh", "-c", &format!("{ON_HOST} yunion-mpsctl {arguments} 2>&1")]);
     text(&output.stdout).split_whitespace().collect::<Vec<_>>().join(" ")
 }
 
-/// The administrator corrects the device file.
 fn corrected(machine: &Machine) {
     machine.write(DEVICE_FILE, RIGHT);
     machine.sh(&format!("systemctl reset-failed {SERVICE}; systemctl restart {SERVICE}"));
@@ -137,7 +134,8 @@ fn corrected(machine: &Machine) {
 
 fn guide(machine: &mut Machine) {
     new_host(machine);
-    // The guide misspells the directory of the platform's configuration, so `host.conf` is in a directory that nothing reads.
+    // The guide misspells the directory of the platform's configuration as `yunin`. The service does not read a `host.conf` in
+    // that directory.
     machine.sh(&format!(
         "cd {HOST}/sysroot/etc; mkdir yunin; mv yunion/host.conf yunin; echo 'hostname: host1' >yunion/host.conf
          systemctl reset-failed {SERVICE} 2>/dev/null || :; systemctl start {SERVICE}"

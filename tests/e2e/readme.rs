@@ -1,6 +1,6 @@
-//! The commands of the README and of docs/operations.md, typed on a new system without configuration: the commands of
-//! the README alone make the service serve GPUs, and after all commands GPUs are served again. A command that the tests
-//! do not type is listed in [`ELSEWHERE`].
+//! Types the commands of the README and of docs/operations.md on a newly installed machine. After the commands of the README
+//! alone, the service serves GPUs, and after all commands it does so again. [`ELSEWHERE`] lists the commands that the test does
+//! not type.
 
 use std::fs;
 use std::path::Path;
@@ -10,15 +10,15 @@ use crate::machine::{Machine, text};
 use crate::package::DEB;
 use crate::service::{HOST, ON_HOST, SERVICE, compute_mode, control_daemons, new_host, state};
 
-/// The README and docs/operations.md in each language. The guide in each language has all commands.
+/// The README and docs/operations.md in each language. All languages must have the same commands.
 const GUIDES: [[&str; 2]; 2] =
     [["README.md", "docs/operations.md"], ["README.zh-CN.md", "docs/operations.zh-CN.md"]];
 
 /// The command of the README that shows that GPUs are served.
 const FIRST_PROGRAM: &str = "yunion-mpsctl run --free -- ./a-cuda-program";
 
-/// The commands of the guides that these tests do not type, each with the place of its test or the reason why it can't
-/// be tested.
+/// The commands of the guides that the test does not type. Each row has the test that runs the command, or the reason why no
+/// test can.
 const ELSEWHERE: [(&str, &str); 11] = [
     ("yunion-mpsctl top", "needs a terminal and somebody at the keys; tests/it/top.rs"),
     ("yunion-mpsctl events --follow", "ends when somebody presses Ctrl-C; tests/it/watch.rs"),
@@ -44,11 +44,11 @@ const ELSEWHERE: [(&str, &str); 11] = [
 
 pub(crate) const CHECKS: &[Check] = &[("its_words_alone_make_a_fresh_system_serve", words)];
 
-/// The directory in which the tests type the commands. The directory has the package of the service and a CUDA program.
+/// The test types the commands in this directory, which has the package of the service and a CUDA program.
 const DIRECTORY: &str = "/root/readme";
 
-/// Makes the simulated GPUs the GPUs of the system itself, without an option or a setting. A container's /sys can't be
-/// written, but another directory with the same contents can be mounted over /sys.
+/// Makes the simulated GPUs appear as the machine's own GPUs, without an option or a setting of the service. A container can't
+/// write to /sys, so a copy with the simulated GPUs is mounted over /sys.
 pub(crate) fn on_simulated_hardware(machine: &Machine) {
     new_host(machine);
     machine.sh(&format!(
@@ -63,7 +63,7 @@ pub(crate) fn on_simulated_hardware(machine: &Machine) {
         mkdir -p /usr/share/hwdata
         cp {HOST}/sysroot/usr/share/hwdata/pci.ids /usr/share/hwdata/"
     ));
-    // The simulated driver is not installed in the system's directories, so variables lead the service to it.
+    // The simulated driver is not in the system's directories. These variables lead the service to it.
     machine.write(
         &format!("/etc/systemd/system/{SERVICE}.d/simulated.conf"),
         &format!(
@@ -71,8 +71,7 @@ pub(crate) fn on_simulated_hardware(machine: &Machine) {
              ReadWritePaths={HOST}\n"
         ),
     );
-    // A user would answer apt's question with yes. Recommended packages are left out, since the test machine has no
-    // network.
+    // A user would answer apt's question with yes. The test machine has no network for recommended packages.
     let settings = "APT::Get::Assume-Yes \"true\";\nAPT::Install-Recommends \"false\";\n";
     machine.write("/etc/apt/apt.conf.d/99readme", settings);
     machine.sh(&format!(
@@ -82,8 +81,8 @@ pub(crate) fn on_simulated_hardware(machine: &Machine) {
     ));
 }
 
-/// The commands in the indented blocks of a guide, without the comments behind them. The fenced blocks are recorded
-/// screens, which `tests/it/screens.rs` compares.
+/// Returns the commands in the indented blocks of a guide, without comments. Fenced blocks are recorded screens, which
+/// `tests/it/screens.rs` compares.
 pub(crate) fn lines(readme: &str) -> Vec<&str> {
     let outside = readme.split("```").step_by(2).flat_map(str::lines);
     let indented = outside.filter_map(|line| line.strip_prefix("    "));
@@ -110,10 +109,10 @@ fn words(machine: &mut Machine) {
             match *command {
                 FIRST_PROGRAM => {
                     assert!(printed.contains("yunion-mpsctl: takes 00:06.0-0 (H200"), "{printed}");
-                    // The client has a tenth of the 132 SMs, which a GPU assigns in pairs.
+                    // A slice has a tenth of the 132 SMs, and a GPU assigns SMs in pairs.
                     assert!(printed.contains(" sms 12 "), "{printed}");
-                    // On a host without the platform, a program that was started without a slice also connects to MPS, and
-                    // gets the same limits.
+                    // On a host without the platform, a program that was started without a slice also connects to MPS, and gets
+                    // the limits of a slice.
                     assert!(typed(machine, "./a-cuda-program").contains(" sms 12 "));
                     assert_eq!(compute_mode(machine), "Exclusive_Process");
                     assert_eq!(state(machine), "ready");
@@ -122,8 +121,7 @@ fn words(machine: &mut Machine) {
                 "yunion-mpsctl list" => assert!(printed.contains("00:06.0-9"), "{printed}"),
                 "systemctl start yunion-mps-daemon" => assert_eq!(state(machine), "ready"),
                 "yunion-mpsctl undrain --all" => {
-                    // The state is the same as after the first commands, except for the slice that was given to the first
-                    // program a moment ago.
+                    // All slices are free again, except for the slice that the first program got a moment ago.
                     let again = typed(machine, FIRST_PROGRAM);
                     assert!(again.contains("yunion-mpsctl: takes 00:06.0-"), "{again}");
                     served += 1;
@@ -135,7 +133,7 @@ fn words(machine: &mut Machine) {
     }
 }
 
-/// Makes the system a newly installed system, and removes the files that the commands of the last guide have made.
+/// Removes the package and the files that the commands of the previous guide have made.
 fn fresh(machine: &Machine) {
     machine
         .sh("! dpkg-query --show yunion-mps-daemon >/dev/null 2>&1 || apt-get purge --yes yunion-mps-daemon
@@ -143,7 +141,7 @@ fn fresh(machine: &Machine) {
     assert_eq!(control_daemons(machine), Vec::<String>::new());
 }
 
-/// Types a command of a guide on a system with the simulated driver. Returns the texts on stdout and stderr.
+/// Types a command of a guide on the simulated host. Returns its stdout and stderr.
 #[track_caller]
 fn typed(machine: &Machine, command: &str) -> String {
     let script = format!("{ON_HOST} export HOME=/root; cd {DIRECTORY}; {command}");

@@ -1,4 +1,4 @@
-//! The questions that the service asks a real systemd: for scopes, and for the reason of a SIGTERM.
+//! Tests the questions that the service asks a real systemd: for scopes, and for the reason of a SIGTERM.
 
 use crate::machine::{Machine, Stage};
 use crate::service::no_left_overs;
@@ -19,8 +19,8 @@ pub(crate) const CHECKS: &[Check] = &[
     ("at_shutdown_we_stop_first", shutdown),
 ];
 
-/// The checks that could have another result with the legacy hierarchy of control groups. In a container with this
-/// hierarchy systemd does not notice when a scope is empty, so the checks that need an empty scope are left out.
+/// The checks that also run with control groups of version 1. In a container, systemd then does not notice that a scope is
+/// empty, so the checks that need an empty scope are missing here.
 pub(crate) const CHECKS_LEGACY: &[Check] = &[
     ("a_process_moves_to_a_scope_that_outlives_us", outlives),
     ("stop_restart_and_kill_are_told_apart", reasons),
@@ -42,8 +42,8 @@ pub(crate) fn stage() -> Stage {
     stage
 }
 
-/// Starts the small service again, after the files of the check before are removed. The small service asks systemd for the
-/// scope of this id.
+/// Restarts the small service of `asker.rs`, which then asks systemd for the scope with the id `id`. Files of earlier checks
+/// are removed before.
 fn start(machine: &Machine, id: &str) {
     machine.sh(&format!(
         "systemctl stop {SERVICE}; systemctl stop 'yunion-mps-control-*.scope'; rm -f /var/order; \
@@ -51,13 +51,11 @@ fn start(machine: &Machine, id: &str) {
     ));
 }
 
-/// The messages of the small service after a cursor.
 fn said(machine: &Machine, cursor: &str) -> Vec<String> {
     let ours = machine.journal(cursor).into_iter().filter(|entry| entry["_SYSTEMD_UNIT"] == SERVICE);
     ours.map(|entry| entry["MESSAGE"].as_str().unwrap().to_owned()).collect()
 }
 
-/// The PIDs of the processes of a unit.
 fn processes(machine: &Machine, unit: &str) -> Vec<String> {
     let group = machine.property(unit, "ControlGroup");
     let script = format!(
@@ -68,7 +66,7 @@ fn processes(machine: &Machine, unit: &str) -> Vec<String> {
 }
 
 fn held(machine: &Machine) -> String {
-    // A process that the shell starts has the shell's name until it executes its program.
+    // A child of the shell has the shell's name until it executes its program.
     wait_for("one shell", || {
         let group = processes(machine, SCOPE);
         let is_shell = |pid: &String| machine.sh(&format!("cat /proc/{pid}/comm || :")) == "sh\n";
@@ -82,7 +80,7 @@ fn outlives(machine: &mut Machine) {
     start(machine, "shared");
     let pid = held(machine);
     assert_eq!(said(machine, &cursor), [format!("scope of {pid}: Ok(\"{SCOPE}\")")]);
-    // A `sleep` that the shell started before the move to the scope ends in a moment.
+    // The shell may have started a `sleep` before it moved to the scope. This `sleep` ends in a moment.
     let main = machine.property(SERVICE, "MainPID");
     wait_for("nobody else in the service", || (processes(machine, SERVICE) == [main.clone()]).then_some(()));
     for (property, value) in [
@@ -133,8 +131,8 @@ fn namesake(machine: &mut Machine) {
     let old = held(machine);
     let cursor = machine.cursor();
     let main = machine.property(SERVICE, "MainPID");
-    // One shell command restarts the small service and ends the process in the old scope, since the service waits for
-    // the end of the old scope for a limited time only.
+    // The small service waits only a limited time for the end of the old scope. So one shell command restarts the small service
+    // and then ends the process in the old scope.
     let meanwhile = machine.sh(&format!(
         "echo shared >/run/asker; systemctl restart --no-block {SERVICE}; \
          until next=$(systemctl show --value --property=MainPID {SERVICE}); [ $next != 0 ] && [ $next != {main} ]; \
@@ -157,7 +155,6 @@ fn namesake_stays(machine: &mut Machine) {
     assert!(said[1].contains(&format!("Err(\"systemd refuses to make {SCOPE}: ")), "{said:?}");
     assert!(said[1].contains("UnitExists"), "{said:?}");
     assert_eq!(held(machine), old);
-    // The process whose scope was refused stays in the control group of the service.
     assert!(processes(machine, SERVICE).len() > 1);
     machine.sh(&format!("systemctl kill --signal=KILL {SERVICE}"));
 }
@@ -176,7 +173,7 @@ fn scope_stopped(machine: &mut Machine) {
     machine.sh(&format!("systemctl stop {SCOPE}"));
     assert_eq!(machine.sh("cat /var/order"), "held\n");
     assert_eq!(machine.property(SERVICE, "ActiveState"), "active");
-    // The unit of the scope is no longer loaded, so its name is free.
+    // systemd has unloaded the scope's unit, so the name can be used again.
     assert_eq!(machine.property(SCOPE, "LoadState"), "not-found");
 }
 

@@ -1,4 +1,4 @@
-//! The installed service on a simulated host, with the real unit and on the real system bus.
+//! Tests of the installed service on a simulated host, with the shipped unit and on the real system bus.
 
 use std::path::{Path, PathBuf};
 
@@ -10,13 +10,11 @@ use crate::wait::wait_for;
 
 pub(crate) const SERVICE: &str = "yunion-mps-daemon.service";
 
-/// The name of the board that the simulated host has.
 const BOARD: &str = "h200";
 pub(crate) const UUID: &str = "GPU-168acfc9-c926-5401-354d-2910ddcd391b";
 pub(crate) const DEVICES: [&str; 4] = ["00:06.0-0", "00:06.0-1", "00:06.0-2", "00:06.0-3"];
 
-/// The directory of the simulated host, two of its files, and the command by which an administrator's shell uses the
-/// host.
+/// The directory of the simulated host, two files in it, and the shell command that makes a shell use this host.
 pub(crate) const HOST: &str = "/srv/host";
 pub(crate) const HOST_CONF: &str = "/srv/host/sysroot/etc/yunion/host.conf";
 pub(crate) const DEVICE_FILE: &str = "/srv/host/sysroot/etc/yunion/host_container_device.yml";
@@ -47,12 +45,11 @@ pub(crate) const CHECKS: &[Check] = &[
     ("an_enabled_unit_comes_up_at_boot", boot),
 ];
 
-/// A program that cargo has built. The program is in the parent directory of this program's directory.
 fn built(name: &str) -> PathBuf {
     Path::new(env!("CARGO_BIN_EXE_yunion-mps-daemon")).with_file_name(name)
 }
 
-/// The files for a machine: the programs of a simulated host, and no file of the service.
+/// The machine gets the programs of a simulated host, and no file of the service.
 pub(crate) fn simulated() -> Stage {
     let stage = Stage::new();
     for program in
@@ -60,16 +57,16 @@ pub(crate) fn simulated() -> Stage {
     {
         stage.install(&built(program), &format!("/usr/lib/simulated/{program}"));
     }
-    // `cargo test` alone writes the library only into deps/. If the library is in both directories, the file in deps/
-    // is never the older one.
+    // `cargo test` alone writes the library only into deps/. If the library is in both directories, the file in deps/ is at
+    // least as new.
     let libraries = [built("deps/libnvidia_ml.so"), built("libnvidia_ml.so")];
     let library = libraries.iter().find(|library| library.exists()).unwrap_or(&libraries[1]);
     stage.install(library, "/usr/lib/simulated/libnvidia_ml.so");
     stage
 }
 
-/// Gives the unit the settings for the service on the simulated host: a container's /sys can't be written, so the
-/// host's files are elsewhere.
+/// Writes a drop-in that makes the service use the simulated host. A container's /sys can't be written, so the host's files are
+/// in another directory.
 pub(crate) fn on_the_simulated_host(machine: &Machine) {
     machine.write(
         &format!("/etc/systemd/system/{SERVICE}.d/simulated.conf"),
@@ -82,12 +79,12 @@ pub(crate) fn on_the_simulated_host(machine: &Machine) {
     machine.sh("systemctl daemon-reload");
 }
 
-/// Makes a new simulated host, on which nothing runs.
+/// Makes a new simulated host, on which no service and no control daemon runs.
 pub(crate) fn new_host(machine: &Machine) {
     machine.sh(&format!(
         "systemctl kill --signal=CONT {SERVICE} 2>/dev/null || :; systemctl stop {SERVICE} || :"
     ));
-    // Ends the control daemons that the check before has left.
+    // Ends the control daemons that an earlier check left running.
     for pid in control_daemons(machine) {
         machine.sh(&format!("kill -KILL {pid} 2>/dev/null || :"));
     }
@@ -97,20 +94,19 @@ pub(crate) fn new_host(machine: &Machine) {
     ));
 }
 
-/// Makes a new simulated host, removes all changes of the unit, and starts the service.
 pub(crate) fn serving(machine: &Machine) {
     new_host(machine);
     machine.sh(&format!("systemctl reset-failed {SERVICE} 2>/dev/null || :; systemctl start {SERVICE}"));
     wait_for("the state ready", || (state(machine) == "ready").then_some(()));
 }
 
-/// Adds lines to the unit, as `systemctl edit` does. The next [`serving`] removes them.
+/// Writes a drop-in of the unit, as `systemctl edit` does. The next [`serving`] removes it.
 pub(crate) fn drop_in(machine: &Machine, lines: &str) {
     machine.write(&format!("/etc/systemd/system/{SERVICE}.d/test.conf"), &format!("[Service]\n{lines}\n"));
     machine.sh("systemctl daemon-reload");
 }
 
-/// The state that the service publishes on the bus; empty while the service is not on the bus.
+/// Returns the state that the service publishes on the bus, or an empty text while the service is not on the bus.
 pub(crate) fn state(machine: &Machine) -> String {
     let property = [
         "busctl",
@@ -125,7 +121,6 @@ pub(crate) fn state(machine: &Machine) -> String {
     answer["data"].as_str().unwrap_or_default().to_owned()
 }
 
-/// The beginning of a busctl command that calls a method of the Manager's object.
 const CALL: [&str; 5] = ["busctl", "call", "--json=short", "io.yunion.Mps1", "/io/yunion/Mps1/Manager"];
 
 pub(crate) fn devices(machine: &Machine) -> Vec<String> {
@@ -133,7 +128,6 @@ pub(crate) fn devices(machine: &Machine) -> Vec<String> {
     names(&machine.printed(&call))
 }
 
-/// The names of the slices in the answer of `ListDevices`.
 fn names(answer: &str) -> Vec<String> {
     let answer: Value = serde_json::from_str(answer).unwrap();
     let address = |device: &Value| device["addr"]["data"].as_str().unwrap().to_owned();
@@ -145,7 +139,8 @@ pub(crate) fn compute_mode(machine: &Machine) -> String {
     machine.sh(&format!("{ON_HOST} {query}")).trim_end().to_owned()
 }
 
-/// The PIDs of the control daemons that run. A front end has the same program but no argument, so its PID is left out.
+/// Returns the PIDs of the running control daemons. A front end is the same program without an argument, so processes without
+/// an argument are left out.
 pub(crate) fn control_daemons(machine: &Machine) -> Vec<String> {
     let processes = machine.printed(&["ps", "-e", "--no-headers", "--format=pid,args"]);
     let control = processes.lines().filter_map(|line| {
@@ -158,7 +153,6 @@ pub(crate) fn control_daemons(machine: &Machine) -> Vec<String> {
     control.collect()
 }
 
-/// The entries of the service's unit in the journal after a cursor.
 fn ours(machine: &Machine, cursor: &str) -> Vec<Value> {
     machine.journal(cursor).into_iter().filter(|entry| entry["_SYSTEMD_UNIT"] == SERVICE).collect()
 }
@@ -167,14 +161,13 @@ fn message(entry: &Value) -> &str {
     entry["MESSAGE"].as_str().unwrap_or_else(|| panic!("not a text: {entry}"))
 }
 
-/// A command that the user nobody runs.
 fn nobody<'a>(command: &[&'a str]) -> Vec<&'a str> {
     let switch = ["setpriv", "--reuid=65534", "--regid=65534", "--init-groups"];
     switch.into_iter().chain(command.iter().copied()).collect()
 }
 
-/// Sets metrics up as docs/metrics.md says, with Debian's directory, with the unit in its sandbox, and with Debian's
-/// `node_exporter`.
+/// Checks the steps of docs/metrics.md: the shipped unit in its sandbox writes metrics into Debian's directory, and Debian's
+/// `node_exporter` reads them.
 fn textfile(machine: &mut Machine) {
     const DIRECTORY: &str = "/var/lib/prometheus/node-exporter";
     const UNIT: &str = "/etc/systemd/system/yunion-mps-metrics";
@@ -222,7 +215,7 @@ fn textfile(machine: &mut Machine) {
         crate::skip::skip("node_exporter serves the metrics", "this machine has no prometheus-node-exporter");
     }
 
-    // The timer of the metrics runs on while the service is stopped, and its runs write no message.
+    // While the service is stopped, the timer runs on, and its runs write no message to the journal.
     machine.sh(&format!("systemctl stop {SERVICE}"));
     wait_for("the end of the service in the metrics", || says("yunion_mps_up 0"));
     let runs = machine.journal(&cursor);
@@ -232,7 +225,6 @@ fn textfile(machine: &mut Machine) {
     assert_eq!(runs.map(message).collect::<Vec<_>>(), [""; 0]);
     machine.sh("systemctl disable --now yunion-mps-metrics.timer");
 
-    // With the lines that docs/metrics.md gives, the unit writes the metrics into another directory.
     let page = std::fs::read_to_string(concat!(env!("CARGO_MANIFEST_DIR"), "/docs/metrics.md")).unwrap();
     let lines = page.lines().filter_map(|line| line.strip_prefix("    "));
     let lines: Vec<&str> = lines.skip_while(|line| *line != "[Service]").take(3).collect();
@@ -241,7 +233,6 @@ fn textfile(machine: &mut Machine) {
     machine.sh("mkdir /srv/textfile; systemctl daemon-reload; systemctl start yunion-mps-metrics.service; \
          grep -qx 'yunion_mps_up 0' /srv/textfile/yunion-mps.prom; rm -r /srv/textfile");
 
-    // If a run of the metrics' unit fails, the journal has a report.
     machine.write(&format!("{UNIT}.service.d/test.conf"), "[Service]\nEnvironment=DIRECTORY=/srv/none\n");
     machine.sh("systemctl daemon-reload");
     machine.complained(&["systemctl", "start", "yunion-mps-metrics.service"]);
@@ -267,8 +258,8 @@ fn limits_spare(machine: &mut Machine) {
     let main = machine.printed(&["systemctl", "show", "--value", "--property=MainPID", SERVICE]);
     let set = machine.printed(&["systemctl", "show", "--value", "--property=OOMScoreAdjust", SERVICE]);
     assert_eq!(set.trim(), "-900");
-    // Without CAP_SYS_RESOURCE, as in many containers, systemd can't lower the OOM score of a service, and does not
-    // report this failure.
+    // Without CAP_SYS_RESOURCE, as in many containers, systemd can't lower the OOM score of a service. systemd does not report
+    // this failure.
     let try_it =
         "systemd-run --quiet --pipe --wait --property=OOMScoreAdjust=-900 cat /proc/self/oom_score_adj";
     let possible = machine.sh(try_it);
@@ -281,7 +272,7 @@ fn limits_spare(machine: &mut Machine) {
     assert_eq!(memory(SERVICE), (2u64 << 30).to_string());
     assert_eq!(memory("yunion-mps-control-shared.scope"), "infinity");
 
-    // If another program's scope has the name, the control daemon stays in the control group of the service, and the
+    // Another program's scope already has the name. The control daemon therefore stays in the service's control group, and the
     // service removes the limits of this control group.
     new_host(machine);
     let namesake = "yunion-mps-control-shared.scope";
@@ -300,7 +291,7 @@ fn limits_spare(machine: &mut Machine) {
 fn verified(machine: &mut Machine) {
     let unit = format!("/usr/lib/systemd/system/{SERVICE}");
     let output = machine.run(&["systemd-analyze", "verify", &unit]);
-    // systemd-analyze also checks units that the service's unit names, which belong to the host.
+    // systemd-analyze also checks the host's units that the service's unit names. Complaints about them do not count.
     let complaints = text(&output.stderr);
     let about_ours: Vec<&str> = complaints.lines().filter(|line| line.contains(SERVICE)).collect();
     assert_eq!(about_ours, Vec::<&str>::new());
@@ -361,8 +352,7 @@ fn bus_member(machine: &mut Machine) {
     machine.sh("gpasswd --delete nobody yunion-mps; systemctl reload dbus");
 }
 
-/// A pod that uses the bus, as far as the kernel sees a pod: root with the host's PIDs, in a mount namespace without
-/// /run/dbus.
+/// Calls the service as a program in a pod would: as root with the host's PIDs, in a mount namespace without /run/dbus.
 fn bus_from_a_pod(machine: &mut Machine) {
     serving(machine);
     let pod = "unshare --mount sh -euc 'mount -t tmpfs tmpfs /run; [ ! -e /var/run/dbus ]; exec \"$@\"' sh";
@@ -370,14 +360,12 @@ fn bus_from_a_pod(machine: &mut Machine) {
     let bus = "unix:path=/proc/1/root/run/dbus/system_bus_socket";
     let answer = machine.sh(&format!("BUS={bus}; {pod} {call} io.yunion.Mps1.Manager ListDevices"));
     assert_eq!(names(&answer), DEVICES);
-    // The call of ReleaseContainer comes from root, so the bus lets the call through. A container that does not exist
-    // is no error.
+    // The bus lets root call `ReleaseContainer`. The service answers without an error, although the container does not exist.
     let id = "4f1c2d3e5a6b";
     machine.sh(&format!("BUS={bus}; {pod} {call} io.yunion.Mps1.Control ReleaseContainer s {id}"));
 }
 
-/// The drop-in of docs/host-agent.md makes the service ready before a host agent starts that looks at the compute
-/// mode.
+/// Checks the drop-in of docs/host-agent.md: the service is ready before a kubelet starts and reads the compute mode.
 fn before_a_kubelet(machine: &mut Machine) {
     let page = include_str!("../../docs/host-agent.md");
     let order = page.lines().map(str::trim).find(|line| line.starts_with("Before=")).unwrap();
@@ -410,7 +398,6 @@ fn journal_fields(machine: &mut Machine) {
     assert!(with("SYSLOG_IDENTIFIER", "yunion-mps-daemon") > 0, "{entries:#?}");
     for entry in &entries {
         assert!(!message(entry).contains('\u{1b}'), "{entry}");
-        // If the level of a message got lost, the journal would give the message the priority of a notice.
         assert!(["3", "4", "5", "6"].contains(&entry["PRIORITY"].as_str().unwrap()), "{entry}");
     }
 }
@@ -421,7 +408,7 @@ fn explained(machine: &mut Machine) {
     let killed = control_daemons(machine);
     assert_eq!(killed.len(), 1, "{killed:?}");
     machine.sh(&format!("kill -KILL {}", killed[0]));
-    // An alert finds the message by this id, which docs/journal.md documents.
+    // docs/journal.md documents this message id, by which alerts find the message.
     let entry_of = |kind: &str| {
         let of_kind = |entry: &Value| entry["MESSAGE_ID"] == kind;
         wait_for("the message of its kind", || ours(machine, &cursor).into_iter().find(of_kind))
@@ -443,8 +430,8 @@ fn explained(machine: &mut Machine) {
     machine.sh("grep -q 一个控制守护进程失败 /var/lib/systemd/catalog/database");
 }
 
-/// In a login session, `yunion-mpsctl run` makes a scope and binds the scope to the slice, and in a unit the command
-/// binds the unit. A unit with other processes is not bound.
+/// In a login session, `yunion-mpsctl run` makes a scope and binds it to the slice. In a unit, the command binds the unit,
+/// unless the unit has other processes.
 fn root_binds(machine: &mut Machine) {
     serving(machine);
     let clients = |number: usize| {
@@ -520,8 +507,7 @@ fn bad_reload(machine: &mut Machine) {
     assert_eq!(refusal["MESSAGE_ID"], "ec90e16fdebb4b67b510bf1af0b35ff9");
     assert_eq!(machine.property(SERVICE, "ActiveState"), "active");
     assert_eq!(devices(machine), DEVICES);
-    // The state `degraded` is also reported as a warning, so that a reader of the journal who only asks for warnings
-    // sees the state.
+    // The change to `degraded` has the priority of a warning, so `journalctl --priority=warning` shows it.
     wait_for("the state in the journal", || {
         ours(machine, &cursor).iter().find(|entry| message(entry).starts_with("degraded: ")).map(|entry| {
             let found = (&entry["PRIORITY"], &entry["MESSAGE_ID"]);
@@ -537,13 +523,13 @@ fn bad_configuration(machine: &mut Machine) {
         "systemctl stop {SERVICE}; sed -i 's/virtual_number: 4/virtual_number: 0/' {DEVICE_FILE}"
     ));
     machine.complained(&["systemctl", "start", SERVICE]);
-    // If systemd were to restart the service, the state would be "activating".
+    // If systemd were about to restart the service, `ActiveState` would be "activating".
     for (property, value) in
         [("ActiveState", "failed"), ("Result", "exit-code"), ("ExecMainStatus", "78"), ("NRestarts", "0")]
     {
         assert_eq!(machine.property(SERVICE, property), value, "{property}");
     }
-    // Another start of the service would fail too, so the message does not propose a start.
+    // Another start would fail too, so the message tells the administrator to correct the configuration first.
     assert_eq!(
         machine.complained(&["yunion-mpsctl", "list"]),
         "yunion-mpsctl: yunion-mps-daemon is not running: the service ended because the configuration is \
@@ -581,18 +567,18 @@ fn outside_the_sandbox(machine: &mut Machine) {
     wait_for("the reason", || reason().contains("/opt/pipe: can't be made: the file system").then_some(()));
     assert!(reason().contains("ReadWritePaths=/opt (systemctl edit yunion-mps-daemon)"), "{}", reason());
     assert_eq!(control_daemons(machine), Vec::<String>::new());
-    // If the pipe directory exists already, the service checks that it can write there before it uses the directory.
+    // If the pipe directory already exists, the service checks that it can write there before it uses the directory.
     machine.sh(&format!("mkdir /opt/pipe; systemctl restart {SERVICE}"));
     wait_for("the reason", || reason().contains("/opt/pipe: can't be written").then_some(()));
-    // The drop-in that the reason proposes makes the service ready.
+    // The reason proposes this drop-in. With it, the service becomes ready.
     drop_in(machine, "ReadWritePaths=/opt");
     machine.sh(&format!("systemctl restart {SERVICE}"));
     wait_for("the state ready", || (state(machine) == "ready").then_some(()));
     machine.sh(&format!("systemctl stop {SERVICE}; rm -r /opt/pipe"));
 }
 
-/// If no driver is behind a device node, opening the node fails because of the missing driver, unless the sandbox
-/// forbids the opening first.
+/// The opening of a device node without a driver fails. The test tells by the error whether the sandbox or the missing driver
+/// refused the opening.
 fn sandboxed_devices(machine: &mut Machine) {
     serving(machine);
     machine.sh("cd /srv; mknod nvidia0 c 195 0; mknod other c 60 0; chmod 666 nvidia0 other");
@@ -621,7 +607,7 @@ fn stop(machine: &mut Machine) {
 
 fn watchdog(machine: &mut Machine) {
     serving(machine);
-    // A core dump of a debug build would fill the machine's memory, so core dumps are switched off.
+    // A core dump of a debug build would fill the machine's memory.
     drop_in(machine, "WatchdogSec=8\nRestartSec=100ms\nLimitCORE=0");
     machine.sh(&format!("systemctl restart {SERVICE}"));
     assert_eq!(machine.property(SERVICE, "WatchdogUSec"), "8s");
@@ -646,12 +632,13 @@ fn boot(machine: &mut Machine) {
     assert_eq!(machine.property(SERVICE, "NRestarts"), "0");
     assert_eq!(compute_mode(machine), "Exclusive_Process");
     let before = machine.printed(&["journalctl", "--boot=-1", "--output=cat", &format!("--unit={SERVICE}")]);
-    // At the shutdown systemd has stopped the service while all that the service needs was still running.
+    // systemd stopped the service before the programs that the service needs. So the service could still restore the compute
+    // mode.
     assert!(before.contains("restored from Exclusive_Process to Default"), "{before}");
     machine.sh(&format!("systemctl disable --quiet {SERVICE}"));
 }
 
-/// Fails if systemd has found processes in the service's control group that it did not expect.
+/// Fails if systemd has reported unexpected processes in the service's control group.
 pub(crate) fn no_left_overs(machine: &Machine, cursor: &str) {
     for message in machine.messages(cursor) {
         for complaint in ["left-over process", "remains running after unit stopped"] {

@@ -1,5 +1,4 @@
-//! Slurm places jobs onto slices: the commands of the guide docs/slurm.md, cancelled jobs, and the neighbours of
-//! these jobs.
+//! Tests of slices in jobs of Slurm: the commands of docs/slurm.md, cancelled jobs, and the neighbours of these jobs.
 
 use std::collections::BTreeSet;
 use std::fs;
@@ -23,14 +22,14 @@ pub(crate) const CHECKS: &[Check] = &[
     ("the_cluster_stops", stop),
 ];
 
-/// The checks of the group soak, which take minutes, since Slurm's time limits are whole minutes.
+/// Slurm's time limits are whole minutes, so these checks take minutes and run only in `make soak`.
 pub(crate) const SOAK_CHECKS: &[Check] = &[
     ("the_cluster_starts", guide),
     ("a_job_beyond_its_time_limit_leaves_the_neighbour_alive", beyond_time_limit),
     ("the_cluster_stops", stop),
 ];
 
-/// The lines of docs/slurm.md that these tests do not use, each with the reason.
+/// The commands of docs/slurm.md that these tests do not run, each with the reason.
 const ELSEWHERE: [(&str, &str); 2] = [
     ("scontrol update NodeName=node1 State=DRAIN Reason=\"new driver\"", "the node has another name"),
     ("yunion-mpsctl drain --all --wait", "readme::CHECKS run it"),
@@ -39,7 +38,7 @@ const ELSEWHERE: [(&str, &str); 2] = [
 const JOBS: &str = "/srv/jobs";
 const TYPE: &str = "h200_sxm_141gb.35gb";
 
-/// The indented lines of docs/slurm.md, from a line that begins with `from` to a line that ends with `to`.
+/// Returns the indented lines of docs/slurm.md from a line that begins with `from` to a line that ends with `to`.
 fn lines(from: &str, to: &str) -> String {
     let guide = fs::read_to_string(Path::new(env!("CARGO_MANIFEST_DIR")).join("docs/slurm.md")).unwrap();
     let indented = guide.lines().filter_map(|line| line.strip_prefix("    ")).map(str::trim);
@@ -49,27 +48,27 @@ fn lines(from: &str, to: &str) -> String {
     lines[..=end].join("\n") + "\n"
 }
 
-/// The line of docs/slurm.md that begins with `words`.
+/// Returns the line of docs/slurm.md that is exactly `words`. Fails if docs/slurm.md has no such line.
 fn line(words: &str) -> String {
     lines(words, words)
 }
 
-/// Prepares a machine with the service, and with the parts of a Slurm cluster that docs/slurm.md takes for granted.
+/// Installs the service, and prepares the parts of a Slurm cluster that docs/slurm.md takes for granted.
 pub(crate) fn prepared(machine: &Machine) {
     package::installed(machine);
     new_host(machine);
-    // If the machine has no address besides 127.0.0.1, the C library resolves no names. The device file of the simulated GPU
-    // is a plain file, so a device file is made.
+    // Without an address besides 127.0.0.1, the C library resolves no names. Slurm wants a device file, and the simulated GPU
+    // has only a plain file.
     machine.sh("ip address add 10.0.0.1/32 dev lo
         mknod -m 666 /dev/nvidia0 c 195 0
         useradd --create-home alice
         mkdir -p /var/lib/slurm/slurmctld /var/lib/slurm/slurmd /etc/yunion /etc/slurm
         systemctl start munge");
-    // At shutdown slurmctld may stop before slurmd. If slurmctld has stopped, slurmd waits for an answer of it, so the time
-    // of slurmd to stop is limited.
+    // A slurmd that is stopped after slurmctld waits for an answer of slurmctld. The limit shortens the shutdown of the
+    // machine.
     machine.write("/etc/systemd/system/slurmd.service.d/test.conf", "[Service]\nTimeoutStopSec=5\n");
     machine.sh("systemctl daemon-reload");
-    // Slurm's plugin for the unified hierarchy of control groups refuses a kernel that also has a legacy hierarchy.
+    // Slurm's plugin for control groups of version 2 refuses a kernel that also has a hierarchy of version 1.
     let unified = machine.sh("cat /proc/self/cgroup").starts_with("0:");
     let plugin = if unified {
         "CgroupPlugin=cgroup/v2"
@@ -129,7 +128,7 @@ fn guide(machine: &mut Machine) {
     wait_for("the node", || machine.sh("sinfo --noheader --format=%T").starts_with("idle").then_some(()));
 
     let props = alice(machine, &line("srun --gres=gpu:1 yunion-mpsctl run --slurm -- ./a-cuda-program"));
-    // The client has a quarter of the 132 SMs, which a GPU assigns in pairs.
+    // A slice has a quarter of the 132 SMs, and a GPU assigns SMs in pairs.
     assert!(props.contains(" sms 32 "), "{props}");
     let typed = format!("srun --gres=gpu:{TYPE}:1 yunion-mpsctl run --slurm --");
     assert!(alice(machine, &line(&format!("{typed} ./a-cuda-program"))).contains(" sms 32 "));
@@ -153,8 +152,8 @@ fn guide(machine: &mut Machine) {
     let visible =
         alice(machine, "srun --gres=gpu:1 yunion-mpsctl run --slurm -- printenv CUDA_VISIBLE_DEVICES");
     assert_eq!(visible.trim(), UUID);
-    // Slurm numbers slices, and CUDA would take such a number in `CUDA_VISIBLE_DEVICES` for that of a GPU. So Slurm must not
-    // set the variable.
+    // Slurm numbers the slices. If Slurm set `CUDA_VISIBLE_DEVICES`, CUDA would take the number of a slice for the number of a
+    // GPU.
     assert_eq!(alice(machine, "srun --gres=gpu:1 sh -c 'echo ${CUDA_VISIBLE_DEVICES-none}'").trim(), "none");
     let without = machine.complained(&["su", "alice", "-c", "srun yunion-mpsctl run --slurm -- true"]);
     assert!(without.contains("Slurm has given no slice to this step"), "{without}");
@@ -166,7 +165,7 @@ fn guide(machine: &mut Machine) {
     }
 }
 
-/// The Prolog as Slurm runs it from 24.11 on: in the control group of the job's extern step.
+/// Tests the Prolog script where Slurm 24.11 and later run it: in the control group of the job's extern step.
 fn prolog(machine: &mut Machine) {
     let script = lines("#!/bin/sh", "yunion-mpsctl bind --slurm");
     machine.write("/etc/slurm/prolog.sh", &script);
@@ -180,13 +179,13 @@ fn prolog(machine: &mut Machine) {
     let bound =
         || machine.printed(&["yunion-mpsctl", "list", "--json"]).matches("\"bound_to\": \"job 7\"").count();
     assert_eq!(bound(), 0, "it has asked for no slice");
-    // A job whose control group can't be bound gets no slice, and the prolog fails with the reason.
+    // Outside of a job's control group, the Prolog script fails with a reason and binds nothing.
     machine.sh("exec /etc/slurm/prolog.sh");
     let elsewhere = machine.complained(&["sh", "-c", "SLURM_JOB_GPUS=0 exec /etc/slurm/prolog.sh"]);
     assert!(elsewhere.contains("which does not belong to a job: PrologFlags=RunInJob"), "{elsewhere}");
     machine.sh(&prolog("SLURM_JOB_GPUS=1,2"));
     assert_eq!(bound(), 2);
-    // Each task of a job gets one of the job's slices, and never a slice of another job.
+    // The client gets one of the job's slices, even if its environment claims a slice of another job.
     for (number, has) in [("1", DEVICES[1]), ("0", &*format!("{},{}", DEVICES[1], DEVICES[2]))] {
         let claim = DEVICES[number.parse::<usize>().unwrap()];
         machine.sh(&format!(
@@ -221,7 +220,7 @@ fn own_slices(machine: &mut Machine) {
 }
 
 fn cancelled(machine: &mut Machine) {
-    // The test runs the batch script of docs/slurm.md, and the other script that docs/slurm.md calls safe.
+    // The loop runs the batch script of docs/slurm.md, and the variant with `exec`, which docs/slurm.md also calls safe.
     for script in [script(), script().replace("srun ", "exec ")] {
         batch(machine, "victim", "", &script);
         let freed = &at_work(machine, 1)[0];
@@ -229,7 +228,7 @@ fn cancelled(machine: &mut Machine) {
         at_work(machine, 2);
         alice(machine, "scancel --name=victim");
         ended(machine, "victim", "CANCELLED");
-        // The next job gets all slices except the neighbour's.
+        // A next job for three GPUs gets all slices except the neighbour's.
         let next = "srun --gres=gpu:3 yunion-mpsctl run --slurm -- printenv YUNION_MPS_DEVICE";
         let next = alice(machine, next);
         assert!(next.contains(freed.as_str()), "{next}");
@@ -270,7 +269,7 @@ fn beyond_time_limit(machine: &mut Machine) {
     batch(machine, "limited", "--time=1", &script());
     batch(machine, "neighbour", "", &with_srun("./a-cuda-program hold 600"));
     at_work(machine, 2);
-    // Slurm's shortest time limit is a minute, and Slurm looks at the limits every half minute.
+    // Slurm's shortest time limit is a minute, and Slurm checks the limits every half minute.
     let over = "until scontrol --oneliner show job | grep 'JobName=limited ' | grep -q JobState=TIMEOUT; do sleep 0.1; done";
     machine.printed(&["timeout", "120", "sh", "-c", over]);
     at_work(machine, 1);
@@ -280,14 +279,12 @@ fn beyond_time_limit(machine: &mut Machine) {
     assert_eq!(state(machine), "ready");
 }
 
-/// The cluster stops before the machine is shut down: the machine would wait for processes of jobs before it powers
-/// off.
+/// The cluster must stop before the machine powers off. Otherwise the machine would wait for processes of jobs.
 fn stop(machine: &mut Machine) {
     wait_for("the end of every job", || machine.sh("squeue --noheader").is_empty().then_some(()));
     machine.sh("systemctl stop slurmd; systemctl stop slurmctld");
 }
 
-/// The batch script of docs/slurm.md.
 fn script() -> String {
     lines("#!/bin/sh", "python3 train.py")
 }
@@ -296,13 +293,12 @@ fn with_srun(command: &str) -> String {
     script().replace("python3 train.py", command)
 }
 
-/// Runs a command as alice, a user of the cluster, and returns the text on stdout.
+/// Runs a command as alice, a user of the cluster, and returns its stdout.
 #[track_caller]
 fn alice(machine: &Machine, command: &str) -> String {
     machine.printed(&["su", "alice", "-c", &format!("cd {JOBS}; {command}")])
 }
 
-/// Submits a batch script as alice, a user of the cluster.
 fn batch(machine: &Machine, name: &str, options: &str, script: &str) {
     machine.write(&format!("{JOBS}/{name}.sh"), script);
     alice(machine, &format!("sbatch --job-name={name} --output={name}.out {options} {name}.sh"));
@@ -313,7 +309,7 @@ fn clients(machine: &Machine) -> Vec<Value> {
     serde_json::from_slice(&listed.stdout).unwrap_or_default()
 }
 
-/// Waits until the service lists this number of clients, and returns the names of their slices in order.
+/// Waits until the service lists `number` clients, and returns the sorted names of their slices.
 #[track_caller]
 fn at_work(machine: &Machine, number: usize) -> Vec<String> {
     let mut slices = wait_for(&format!("{number} clients"), || {
@@ -324,14 +320,12 @@ fn at_work(machine: &Machine, number: usize) -> Vec<String> {
     slices.iter().map(|client| client["device"].as_str().unwrap_or_default().to_owned()).collect()
 }
 
-/// The record that Slurm has of the last job with this name.
 fn jobs(machine: &Machine, name: &str) -> String {
     let shown = text(&machine.run(&["scontrol", "--oneliner", "show", "job"]).stdout);
     let job = shown.lines().rfind(|line| line.contains(&format!("JobName={name} ")));
     job.unwrap_or_default().to_owned()
 }
 
-/// Waits until the last job with this name has ended in the state `how`.
 #[track_caller]
 fn ended(machine: &Machine, name: &str, how: &str) {
     wait_for(&format!("job {name} to be {how}"), || {

@@ -1,4 +1,4 @@
-//! All parts of the service that hand out slices give the same answer at the same moment, to every caller.
+//! Tests that all ways to get a slice give the same answer at the same moment, to every caller.
 
 use std::collections::BTreeMap;
 use std::process::Command;
@@ -15,7 +15,7 @@ use crate::support::wait::wait_for;
 
 const SLICE: &str = "00:06.0-1";
 
-/// The callers of the methods that give out slices. Of these callers only root may bind control groups.
+/// The callers that ask for a slice. Only root may bind control groups.
 const ASKERS: [Asker; 3] = [Asker::Root, Asker::Member, Asker::Container];
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -23,23 +23,23 @@ enum Asker {
     Root,
     /// A user other than root, in the group that may read the service's state.
     Member,
-    /// A program in a control group of its own.
+    /// A program in a control group of its own, as in a container.
     Container,
 }
 
-/// A host with the control group of a container that runs, and a second control group, which the tests try to bind.
+/// A host with the control group of a running container, and with a second control group that the tests try to bind.
 struct Scene {
     host: Host,
-    /// The container's.
+    /// The first process of the container.
     _program: Client,
     container: ContainerGroup,
     next: ContainerGroup,
 }
 
-/// The answers of the methods that give out slices (the doors), each with the method and its caller.
+/// The answers, by caller and method. The methods that give out slices are called doors.
 type Answers = BTreeMap<String, String>;
 
-/// The answer of a D-Bus method, which is `yes` or the name and the words of its error.
+/// Calls a D-Bus method. Returns `yes`, or the name and the words of its error.
 fn answer(mut gdbus: Command, method: &str, arguments: &[&str]) -> String {
     gdbus.args(["call", "--system", "--dest", "io.yunion.Mps1", "--object-path", "/io/yunion/Mps1/Manager"]);
     let asked =
@@ -57,7 +57,8 @@ fn is_answer(answer: &str, expected: &str) -> bool {
 
 impl Scene {
     fn new(lines: &str, test: &str) -> Option<Self> {
-        // The fault must last until the clients that it has hit have ended, so its grace period is long.
+        // The fault must last until its clients have ended. A long grace period keeps the service from replacing the server
+        // earlier.
         let (host, [container, next]) =
             with_containers(test, &format!("cuda_mps_fault_grace: 3600\n{lines}"))?;
         let program = Client::start(Command::new("sleep").arg("600"));
@@ -78,7 +79,7 @@ impl Scene {
         }
     }
 
-    /// The answers of the methods that give out a slice without binding it.
+    /// Asks for the slice by each method that gives it out without binding it.
     fn taken(&self, asker: Asker, share: bool) -> Answers {
         let devices = format!("['{SLICE}']");
         let take = |free| {
@@ -87,14 +88,14 @@ impl Scene {
         };
         let mut answers = vec![("TakeDevices", take(false)), ("TakeDevices, a free one", take(true))];
         if !share {
-            // GetContainerConfig has no options, so it is asked only without `share`.
+            // GetContainerConfig has no option `share`, so it is called only for the case without `share`.
             let config = answer(self.gdbus(asker), "Manager.GetContainerConfig", &[&devices]);
             answers.push(("GetContainerConfig", config));
         }
         answers.into_iter().map(|(door, answer)| (format!("{asker:?}: {door}"), answer)).collect()
     }
 
-    /// The answers of Bind.
+    /// Calls Bind for the second control group. A binding that succeeds is removed at once.
     fn bound(&self, share: bool) -> Answers {
         let (devices, path) = (format!("['{SLICE}']"), path(&self.next));
         let bind = |free| {
@@ -119,8 +120,8 @@ impl Scene {
         answers
     }
 
-    /// Waits until root gets this answer from every method. The container, which may have the slice already, gets the answer
-    /// `to_container` from its own methods.
+    /// Waits until every method gives root the answer `expected`. The container may have the slice already: its methods must
+    /// answer `to_container`.
     #[track_caller]
     fn all_answer(&self, expected: &str, to_container: &str) {
         wait_for(expected, || {
@@ -139,7 +140,6 @@ impl Scene {
         }
     }
 
-    /// The control daemon of the slice.
     fn control_daemon(&self) -> Value {
         let status = self.host.json(&["status"]).unwrap();
         let all = status["control_daemons"].as_array().unwrap();
@@ -162,7 +162,6 @@ impl Scene {
         succeeded(&self.host.mpsctl(&["undrain", SLICE]));
     }
 
-    /// The slice is bound to the container.
     fn bound_to_the_container(&self) {
         succeeded(&bind(&self.host, SLICE, &self.container, &["--label", "train-1"]));
         self.all_answer("Taken", "yes");
@@ -172,8 +171,7 @@ impl Scene {
         succeeded(&self.host.mpsctl(&["unbind", "--control-group", &path(&self.container)]));
     }
 
-    /// No control daemon starts. Both the command of a person and the hook of a container wait for a slice that will soon be
-    /// served.
+    /// While no control daemon can start, `yunion-mpsctl run` and the hook of a container wait for the slice.
     fn without_a_control_daemon(&self) {
         self.host.plant("mps/fault/start-exits", "");
         self.kill_control_daemon();
@@ -185,7 +183,6 @@ impl Scene {
         assert!(waited.status.success(), "{waited:?}");
     }
 
-    /// The control daemons run, but their servers can't start.
     fn without_a_server(&self) {
         self.host.plant("mps/fault/server-start-fails", "");
         self.kill_control_daemon();
@@ -193,7 +190,7 @@ impl Scene {
         self.host.clear("mps/fault/server-start-fails");
     }
 
-    /// The server has met a fatal GPU error, and a client that the error has hit is still there.
+    /// The server has met a fatal GPU error, and a client that the error has hit has not ended yet.
     fn faulted(&self) {
         let stays = Client::start(&mut self.host.program_of(SLICE, &["hold", "600", "--stay"]));
         self.host.wait_until_listed(stays.id());
@@ -254,13 +251,14 @@ fn all_doors_agree_with_a_control_daemon_for_each_slice() {
     doors_agree("cuda_mps_topology: per_slice", "all_doors_agree_with_a_control_daemon_for_each_slice");
 }
 
-/// The service asks all control daemons for their clients, to choose the slice with the fewest.
+/// `env --free` takes the slice with the fewest clients. The service asks all control daemons for their clients, and passes
+/// over those that do not answer.
 #[test]
 fn a_choice_does_not_fail_for_a_control_daemon_that_does_not_answer() {
     let mut host = Host::new("mixed");
     host.configure("cuda_mps_topology: per_gpu");
     host.start();
-    // One GPU of this board is in MIG mode, so the service is degraded.
+    // One GPU of this board is in MIG mode. So the service is degraded.
     let status = host.wait_for_state("degraded");
     let silent = &status["control_daemons"][0];
     signal_pid(u32::try_from(silent["pid"].as_u64().unwrap()).unwrap(), Signal::STOP);

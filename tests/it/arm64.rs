@@ -1,5 +1,5 @@
-//! The packages for aarch64, on a machine that is not aarch64: an emulator runs the programs of these packages, in namespaces in
-//! which the kernel knows the emulator (`tests/arm64/emulated.sh`).
+//! Tests the packages for aarch64 on a machine of another architecture. An emulator runs the programs, in namespaces where the
+//! kernel passes them to the emulator (`tests/arm64/emulated.sh`).
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -11,7 +11,7 @@ use crate::support::host::{EMULATED, alive, text};
 use crate::support::skip::{root_or_skip, skip};
 use crate::support::wait::wait_for;
 
-/// The tests on simulated hosts that are run again with programs for aarch64. `make test-arm64` runs more of them.
+/// The tests on simulated hosts that run again with programs for aarch64. `make test-arm64` runs more tests.
 const AGAIN: [&str; 5] = [
     "serving::the_h200_is_ready_when_its_server_has_its_limits",
     "reload::more_slices",
@@ -24,7 +24,7 @@ fn source(path: &str) -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join(path)
 }
 
-/// Returns whether programs for aarch64 can run. If programs for aarch64 can't run, the test is skipped.
+/// Returns true if this machine can run programs for aarch64 in the emulator. Otherwise reports the test as skipped.
 fn can_run(what: &str) -> bool {
     if cfg!(target_arch = "aarch64") {
         skip(what, "this machine is aarch64");
@@ -35,7 +35,7 @@ fn can_run(what: &str) -> bool {
     }
     let emulator = source(".cache/arm64/qemu-aarch64");
     assert!(emulator.is_file(), "{} is missing; scripts/arm64-root.sh fetches it", emulator.display());
-    // From Linux 6.7 on, a user namespace has emulators of its own.
+    // Since Linux 6.7, a user namespace can register emulators of its own.
     let mut mount = Command::new("unshare");
     mount.args(["--user", "--map-root-user", "--mount", "mount", "-t", "binfmt_misc", "binfmt_misc"]);
     let can = mount.arg("/proc/sys/fs/binfmt_misc").stderr(Stdio::null()).status().unwrap().success();
@@ -47,12 +47,11 @@ fn can_run(what: &str) -> bool {
 
 fn emulated() -> Command {
     let mut command = Command::new("setpriv");
-    // If the test is killed, everything in the namespaces ends.
+    // If the test is killed, the kernel kills the script, and all processes in its namespaces end too.
     command.args(["--pdeathsig", "KILL"]).arg(source("tests/arm64/emulated.sh"));
     command
 }
 
-/// The directory with the programs for aarch64.
 fn programs() -> PathBuf {
     let programs = source("target/under-test/programs/arm64");
     let is_built = programs.join("yunion-mps-daemon").is_file();
@@ -60,7 +59,6 @@ fn programs() -> PathBuf {
     programs
 }
 
-/// The deb of the service for aarch64.
 fn deb() -> PathBuf {
     let release = std::env::var_os("RELEASE").is_some_and(|value| !value.is_empty());
     let directory = source(if release { "dist/arm64" } else { "target/under-test/arm64" });
@@ -77,14 +75,13 @@ fn deb() -> PathBuf {
     deb.clone()
 }
 
-/// The namespaces with an installed Debian for arm64, in which no systemd runs.
+/// Namespaces with an installed Debian for arm64. No systemd runs there.
 struct Root {
     namespaces: Child,
     /// The PID on this machine of the first process in the namespaces.
     first: u32,
 }
 
-/// The children of a process.
 fn children(pid: u32) -> Vec<u32> {
     let children = fs::read_to_string(format!("/proc/{pid}/task/{pid}/children")).unwrap_or_default();
     children.split_ascii_whitespace().map(|pid| pid.parse().unwrap()).collect()
@@ -95,7 +92,7 @@ impl Root {
         let namespaces = emulated().arg(source("tests/arm64/root.sh")).stdin(Stdio::null()).spawn().unwrap();
         let mut root = Self { namespaces, first: 0 };
         root.first = wait_for("the first process", || {
-            // The script `root.sh` has other children besides `unshare`.
+            // The script `root.sh` has other children too.
             let is_unshare = |pid: &u32| {
                 fs::read_to_string(format!("/proc/{pid}/comm")).is_ok_and(|name| name == "unshare\n")
             };
@@ -108,8 +105,8 @@ impl Root {
         root
     }
 
-    /// A command that runs a shell script in the Debian for arm64, with the programs of its simulated host, if it has
-    /// one.
+    /// Makes a command that runs a shell script in the Debian for arm64, with the programs of its simulated host first in the
+    /// `PATH`.
     fn command(&self, script: &str) -> Command {
         let mut command = Command::new("nsenter");
         command.arg(format!("--target={}", self.first)).args(["--user", "--mount", "--pid", "--ipc"]);
@@ -123,7 +120,6 @@ impl Root {
         self.command(script).output().unwrap()
     }
 
-    /// The text on stdout of a shell script, which must succeed.
     #[track_caller]
     fn sh(&self, script: &str) -> String {
         let output = self.run(script);
@@ -131,13 +127,13 @@ impl Root {
         String::from_utf8(output.stdout).unwrap()
     }
 
-    /// Starts a program that stays, with its output in a file, and returns its PID in the Debian for arm64.
+    /// Starts a program in the background, with its output in a file. Returns its PID in the namespaces.
     #[track_caller]
     fn start(&self, program: &str, output: &str) -> String {
         self.sh(&format!("{program} >>{output} 2>&1 </dev/null & echo $!")).trim().to_owned()
     }
 
-    /// The JSON that yunion-mpsctl prints. Null if it fails.
+    /// Returns the JSON that yunion-mpsctl prints, or null if the command fails.
     fn json(&self, arguments: &str) -> Value {
         let output = self.run(&format!("yunion-mpsctl {arguments} --json"));
         serde_json::from_slice(&output.stdout).unwrap_or_default()
@@ -160,8 +156,7 @@ impl Drop for Root {
 
 const DAEMON: &str = "yunion-mps-daemon --sysroot /srv/host/sysroot";
 
-/// The deb for aarch64 works from its installation to its purge, and a client notices neither a reload of the service
-/// nor a kill of the service.
+/// Installs, uses and purges the deb for aarch64. A client runs on when the service reloads, and when the service is killed.
 #[test]
 fn the_deb_installs_serves_and_leaves_nothing() {
     if !can_run("the deb for aarch64") {
@@ -225,7 +220,7 @@ fn the_deb_installs_serves_and_leaves_nothing() {
     wait_for("no namespace left", || (!alive(first_process)).then_some(()));
 }
 
-/// Tests hold on simulated hosts whose programs are all for aarch64, and with NVIDIA's control daemon for aarch64.
+/// Runs tests again with programs for aarch64, on simulated hosts and with NVIDIA's control daemon for aarch64.
 #[test]
 fn tests_hold_with_programs_for_aarch64() {
     if !can_run("programs for aarch64") {
@@ -237,7 +232,7 @@ fn tests_hold_with_programs_for_aarch64() {
 /// Parts of the names of the tests that `make test-arm64` runs again.
 const MORE: [&str; 4] = ["serving::", "first_steps::", "drain::", "real_control_daemons::"];
 
-/// The tests among them that the emulator fails, with the reason.
+/// The tests among [`MORE`] that fail in the emulator, with the reason.
 const NOT_IN_THE_EMULATOR: [(&str, &str); 2] = [
     ("serving::clients_are_listed_with_their_slices", "the program of every process is the emulator"),
     (
@@ -256,7 +251,7 @@ fn more_tests_hold_with_programs_for_aarch64() {
     again(&MORE.into_iter().chain(skipped).collect::<Vec<_>>());
 }
 
-/// Runs tests of this program, with programs for aarch64 in the place of those under test.
+/// Runs these tests again, with programs for aarch64 instead of those under test.
 #[track_caller]
 fn again(tests: &[&str]) {
     let mut command = emulated();

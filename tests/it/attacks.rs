@@ -1,6 +1,7 @@
-//! Floods of calls by a member of the group yunion-mps: each flood is bounded in number and time, uses a bus of the
-//! test's own, and its figures are printed. In tests/e2e the unit's `MemoryMax=` ends a service that such a
-//! flood has made large.
+//! Floods of D-Bus calls by a member of the group yunion-mps. Each flood has a limited length and a private bus, and its
+//! figures are printed.
+//!
+//! The tests in tests/e2e show that the unit's `MemoryMax=` ends a service that a flood has made too large.
 
 use std::fs;
 use std::io::Write;
@@ -20,7 +21,6 @@ use crate::support::wait::wait_for;
 /// The length of an attack, in seconds.
 const ATTACK: &str = "5";
 
-/// The slices of the attacked host.
 const SLICES: usize = 384;
 
 fn host() -> Host {
@@ -33,7 +33,7 @@ fn host() -> Host {
     host
 }
 
-/// The value of one line of /proc/PID/status, in KiB.
+/// Returns the value of a line of /proc/PID/status, in KiB.
 fn memory(pid: u32, line: &str) -> u64 {
     let status = fs::read_to_string(format!("/proc/{pid}/status")).unwrap();
     let line = status.lines().find_map(|found| found.strip_prefix(line)).unwrap();
@@ -47,12 +47,12 @@ fn attacker(host: &Host, kind: &str, connections: usize) -> Child {
     let mut command = host.command("setpriv");
     command.args(AS_MEMBER).args(["/usr/bin/python3", "-"]);
     command.args([socket, kind, &connections.to_string(), ATTACK]);
-    // The program is the input of Python, since the member of the group may have no right to read its file.
+    // The member of the group may not be able to read the file of the program. So Python reads the program from its stdin.
     command.stdin(fs::File::open(program).unwrap()).stdout(Stdio::piped()).spawn().unwrap()
 }
 
-/// One attack from its beginning to its end. A control daemon that is killed during the attack is replaced, the clients
-/// of other control daemons stay at work, and root gets answers as soon as the attack is over.
+/// Attacks a service. During the attack, a killed control daemon must be replaced and clients of the other control daemons must
+/// stay alive. After the attack, root must get answers at once.
 fn attack(kind: &str, connections: usize) {
     if !root_or_skip(kind) {
         return;
@@ -98,7 +98,7 @@ fn introspection_without_end_loses_nobody() {
     attack("introspect", 4);
 }
 
-/// The bus stores messages that are not read, some hundred MiB for each connection.
+/// The bus stores messages that a receiver does not read, some hundred MiB for each connection.
 #[test]
 fn answers_that_nobody_reads_lose_nobody() {
     attack("no-read", 2);

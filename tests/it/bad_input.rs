@@ -1,5 +1,5 @@
-//! Obstacles on the host: the service names each obstacle with its remedy and changes nothing on the host. If an obstacle
-//! can end by itself, the GPUs are served after its end.
+//! Tests of obstacles on a host. The service names each obstacle with its remedy, and does no harm. If the obstacle goes away,
+//! the service serves the GPUs.
 
 use std::collections::BTreeMap;
 use std::fs;
@@ -14,7 +14,7 @@ use crate::support::host::{Host, assert_has, binaries, control_daemon, control_p
 use crate::support::skip::{root_or_skip, skip};
 use crate::support::wait::wait_for;
 
-/// Every file and directory below `root`, with its modification time and its length, which would show a change.
+/// Lists every file below `root` with its modification time and its length. Two equal lists mean that nothing has changed.
 fn tree(root: &Path) -> BTreeMap<PathBuf, (i64, i64, u64)> {
     let mut found = BTreeMap::new();
     let mut left = vec![root.to_owned()];
@@ -31,8 +31,7 @@ fn tree(root: &Path) -> BTreeMap<PathBuf, (i64, i64, u64)> {
     found
 }
 
-/// If the configuration is wrong, `--check` and a start of the service report the same mistake and exit with 78, and nothing
-/// has changed on the host.
+/// Checks that `--check` and the service refuse the configuration with `message` and status 78, and change nothing on the host.
 fn refused(mut host: Host, message: &str) {
     let before = tree(&host.path(""));
     let checked = host.check();
@@ -48,7 +47,7 @@ fn refused(mut host: Host, message: &str) {
     host.nothing_runs();
 }
 
-/// A device file with one entry for this path, on line 2.
+/// Checks that the service refuses `path` in the only entry of a device file.
 fn refused_path(board: &str, path: &str, message: &str) {
     let host = Host::new(board);
     host.devices(&[&format!("path: {path}, type: NVIDIA_MPS, virtual_number: 4")]);
@@ -69,8 +68,8 @@ fn a_by_path_link() {
     refused_path("tesla-p40", link, &format!("{link:?} {remedy}"));
 }
 
-/// The control daemon makes a FIFO at the path of this log directory, and would write no log if a directory took the
-/// place of the FIFO.
+/// The control daemon makes a FIFO at the path that is the log directory here. If the service made the directory there first,
+/// the control daemon could write no log.
 #[test]
 fn a_log_directory_in_the_place_of_the_fifo() {
     let host = Host::new("tesla-p40");
@@ -82,7 +81,7 @@ fn a_log_directory_in_the_place_of_the_fifo() {
     );
 }
 
-/// A path that no GPU has is reported in all answers of the service; the service waits for a GPU with this path.
+/// The service reports a path that belongs to no GPU, and waits for a GPU with this path.
 #[test]
 fn a_node_that_does_not_exist() {
     let mut host = Host::new("tesla-p40");
@@ -94,11 +93,11 @@ fn a_node_that_does_not_exist() {
     assert!(text(&checked).contains(&format!("error: {message}")), "{}", text(&checked));
     host.start();
     host.wait_for_failure(message);
-    // An empty list of slices would make the platform delete its devices, so the answer is an error.
+    // An empty list of slices would make the platform delete its devices. So the service answers with an error.
     let refused = host.call("Manager.ListDevices");
     assert!(text(&refused).contains("io.yunion.Mps1.Error.NotReady"), "{}", text(&refused));
-    // The entry of a GPU that does not exist still counts, so the service does not serve the GPU without an entry
-    // instead: another user may need that GPU.
+    // The entry counts although it names no GPU. If the service ignored the entry, it would serve the host's GPU, which another
+    // user may need.
     assert_eq!(host.compute_mode(0), "Default");
     host.devices(&["path: /dev/dri/renderD128, type: NVIDIA_MPS, virtual_number: 4"]);
     assert!(host.call("Control.Reload").status.success());
@@ -106,7 +105,7 @@ fn a_node_that_does_not_exist() {
     stops(host);
 }
 
-/// Takes GPU 3 of an h200x8 off the bus, like the failure of a board, and puts it back.
+/// GPU 3 of an h200x8, which is off the bus, as after the failure of a board.
 struct Pulled {
     moved: Vec<(PathBuf, PathBuf)>,
 }
@@ -139,7 +138,7 @@ impl Pulled {
     }
 }
 
-/// An entry for each GPU of an h200x8, GPU 3 by this path.
+/// Writes a device file with an entry for each GPU of an h200x8. `third` is the path in the entry of GPU 3.
 fn eight_entries(host: &Host, third: &str, slices: u32) {
     let entries: Vec<String> = (0..8)
         .map(|gpu| match gpu {
@@ -150,15 +149,14 @@ fn eight_entries(host: &Host, third: &str, slices: u32) {
     host.devices(&entries.iter().map(String::as_str).collect::<Vec<_>>());
 }
 
-/// Every way to name GPU 3 of an h200x8.
 fn names_of_the_third(host: &Host) -> Vec<String> {
     let value =
         |name: &str| fs::read_to_string(host.path(&format!("gpus/3/{name}"))).unwrap().trim().to_owned();
     vec!["/dev/dri/renderD131".to_owned(), value("pci"), value("uuid"), "/dev/nvidia3".to_owned()]
 }
 
-/// One of eight GPUs is missing when the service starts: the other seven GPUs are served, the state names the entry of the
-/// missing GPU, other changes can be made, a typing error is reported, and the missing GPU is served when it is back.
+/// One of eight GPUs is missing when the service starts. The service serves the other seven, and the state names the entry of
+/// the missing GPU. Reloads still work. The GPU is served when it comes back.
 #[test]
 fn a_gpu_that_has_gone_before_the_start() {
     for which in 0..4 {
@@ -202,8 +200,8 @@ fn a_gpu_that_has_gone_before_the_start() {
     }
 }
 
-/// One of eight GPUs is lost while it is served: the slices of the lost GPU stay listed as unhealthy, even after a reload,
-/// and jobs on the other GPUs go on. After a restart of the service the other seven GPUs are served.
+/// One of eight GPUs fails while it is served. Its slices stay listed as unhealthy, even after a reload, and jobs on the other
+/// GPUs go on. After a restart, the service serves the other seven.
 #[test]
 fn a_gpu_that_goes_while_it_is_served() {
     let mut host = Host::new("h200x8");
@@ -280,7 +278,7 @@ fn a_pipe_directory_too_long_for_a_socket() {
     refused(host, &message);
 }
 
-/// The exit status and the output of `--check`, which is killed if it hangs.
+/// Returns the exit status and the output of `--check`. A `--check` that hangs is killed.
 fn check_in_time(host: &Host) -> (Option<i32>, String) {
     let mut command = host.command("timeout");
     command.args(["--signal=KILL", "30"]).arg(daemon());
@@ -288,7 +286,7 @@ fn check_in_time(host: &Host) -> (Option<i32>, String) {
     (checked.status.code(), text(&checked))
 }
 
-/// A file of /proc looks like any other file, and reading some of these files blocks, such as the kernel's log.
+/// A file of /proc looks like a regular file, but the read of some of these files blocks, such as the kernel's log.
 #[test]
 fn a_file_of_proc_as_configuration() {
     for (file, key) in [("host.conf", "enable_cuda_mps"), ("host_container_device.yml", "devices")] {
@@ -300,7 +298,7 @@ fn a_file_of_proc_as_configuration() {
             symlink(target, &file).unwrap();
             let (status, said) = check_in_time(&host);
             assert_eq!(status, Some(78), "{target}: {said}");
-            // A user other than root can't open the kernel's log.
+            // A user other than root can't open the kernel's log, and gets another message.
             let hidden = fs::File::open(target).is_err() && said.contains("can't be read: ");
             let named =
                 said.contains("is a file of /proc, not a regular file; put a regular file at this path");
@@ -309,8 +307,7 @@ fn a_file_of_proc_as_configuration() {
     }
 }
 
-/// If the device file has far more entries than a host can have GPUs, the service reports one mistake and not
-/// thousands.
+/// A device file with far more entries than a host can have GPUs causes one message, not thousands.
 #[test]
 fn a_device_file_of_fifteen_thousand_entries() {
     let host = Host::new("tesla-p40");
@@ -323,7 +320,6 @@ fn a_device_file_of_fifteen_thousand_entries() {
     refused(host, "host_container_device.yml:1: devices: found 15000 entries, at most 1024 are allowed");
 }
 
-/// A directory or a FIFO with the name of the state file does no harm: the service replaces it with the state file.
 #[test]
 fn a_state_file_that_is_no_file() {
     let fifo = |path: &Path| assert!(Command::new("mkfifo").arg(path).status().unwrap().success());
@@ -341,8 +337,7 @@ fn a_state_file_that_is_no_file() {
         let status = host.wait_for_state("ready");
         let state_file = host.path("run/state.json");
         assert!(fs::read_to_string(&state_file).unwrap().contains(&control_pid(&status).to_string()));
-        // If a directory or a FIFO replaces the state file while the service runs, the next check of the service writes
-        // the state file again.
+        // The service also replaces a directory or a FIFO that takes the place of its state file while it runs.
         fs::remove_file(&state_file).unwrap();
         make(&host.path("run/state.json"));
         assert!(host.call("Control.Reload").status.success());
@@ -370,8 +365,8 @@ fn a_check_of_what_is_right_changes_nothing() {
     host.nothing_runs();
 }
 
-/// The service does not use a pipe directory in which another user can write, and starts no control daemon. When that pipe
-/// directory is removed, the GPUs are served.
+/// Checks that the service starts no control daemon in a pipe directory in which another user can write. When the directory is
+/// removed, the service serves the GPUs.
 fn refused_pipe_directory(make: impl FnOnce(&Path), reason: &str) {
     let mut host = Host::new("tesla-p40");
     let pipe = host.path("mps/pipe");
@@ -414,7 +409,7 @@ fn a_pipe_directory_of_another_user() {
     }
 }
 
-/// A host where only this file can be the control daemon's program.
+/// Returns a host on which `nvidia-cuda-mps-control` is this file and no other.
 fn host_with_program(board: &str, text: &str, mode: u32) -> Host {
     let mut host = Host::new(board);
     let directory = host.path("other-bin");
@@ -427,13 +422,11 @@ fn host_with_program(board: &str, text: &str, mode: u32) -> Host {
     host
 }
 
-/// Replaces the unusable program of the control daemon by a link to the simulator's program.
 fn install_program(host: &Host) {
     let link = host.path("bin/nvidia-cuda-mps-control");
     symlink(binaries().join("nvidia-cuda-mps-control"), link).unwrap();
 }
 
-/// The service can be stopped without a working program of the control daemon.
 fn stops(mut host: Host) {
     assert_eq!(host.stop().code(), Some(0));
     host.nothing_runs();
@@ -467,8 +460,6 @@ fn a_program_that_is_not_executable() {
     stops(host);
 }
 
-/// If the file in the place of the control daemon's program is another program, the service names the file, and does
-/// not take the program for a control daemon.
 #[test]
 fn a_program_that_prints_garbage() {
     let mut host =
@@ -490,7 +481,7 @@ fn a_program_that_hangs() {
     stops(host);
 }
 
-/// A front end that finds no control daemon, with the words of the real front end.
+/// A front end's answer, in the words of NVIDIA's program, when no control daemon runs.
 const NOBODY: &str = "echo 'Cannot find MPS control daemon process' >&2; exit 1";
 
 #[test]
@@ -503,7 +494,6 @@ fn a_control_daemon_that_hangs() {
     stops(host);
 }
 
-/// The service is stopped while it starts a control daemon that hangs.
 #[test]
 fn a_stop_while_a_control_daemon_hangs() {
     let script = format!("#!/bin/sh\n[ \"$1\" = -f ] && exec /bin/sleep 600\n{NOBODY}\n");
@@ -522,7 +512,7 @@ fn a_control_daemon_that_dies_at_once() {
     host.start();
     let reason = "the control daemon ended (exit status: 3); its log ends: no luck today";
     host.wait_for_failure(reason);
-    // The service tries to start the control daemon again and again, and the reason of the failure stays in the status.
+    // The service repeats the start, and the status shows the reason of the failure between the starts too.
     let status =
         host.wait_for_status("a third start", |status| control_daemon(status)["starts"].as_u64() >= Some(3));
     assert_eq!(control_daemon(&status)["reason"], reason);
@@ -530,7 +520,6 @@ fn a_control_daemon_that_dies_at_once() {
     stops(host);
 }
 
-/// A control daemon that writes nonsense into its log serves as well as any.
 #[test]
 fn a_log_with_garbage_in_it() {
     let mut host = Host::new("h200");
@@ -540,7 +529,7 @@ fn a_log_with_garbage_in_it() {
     stops(host);
 }
 
-/// True if this machine has another NVML than the simulated one.
+/// True if this machine has an NVML besides the simulated one. The service would find it.
 fn has_nvml() -> bool {
     let known = Command::new("/sbin/ldconfig").arg("-p").output();
     known.is_ok_and(|known| text(&known).contains("libnvidia-ml.so.1"))
@@ -558,7 +547,7 @@ fn an_nvml_that_is_not_there_and_comes() {
     fs::remove_file(&library).unwrap();
     host.start();
     host.wait_for_failure("no NVIDIA driver: libnvidia-ml.so.1");
-    // The driver of NVIDIA's GPU operator is in a container, so the message names the GPU operator.
+    // NVIDIA's GPU operator puts the driver into a container, so the message names the operator.
     host.plant(
         "sysroot/proc/driver/nvidia/version",
         "NVRM version: NVIDIA UNIX x86_64 Kernel Module  535.86.10  Wed\n",
@@ -571,8 +560,7 @@ fn an_nvml_that_is_not_there_and_comes() {
     let root = host.path("sysroot").display().to_string();
     let doctor = text(&host.mpsctl(&["doctor", "--sysroot", &root]));
     assert!(doctor.contains("driver-unusable") && doctor.contains("driver.enabled=false"), "{doctor}");
-    // The service knows no GPU yet. An empty list of slices would make the platform delete its devices, so the answer is
-    // an error.
+    // The service knows no GPU yet. An empty list of slices would make the platform delete its devices.
     let refused = host.call("Manager.ListDevices");
     assert!(text(&refused).contains("io.yunion.Mps1.Error.NotReady"), "{}", text(&refused));
     symlink(target, library).unwrap();
@@ -590,7 +578,6 @@ fn an_nvml_that_is_no_library() {
     stops(host);
 }
 
-/// Takes a function out of the host's NVML.
 fn drop_function(host: &Host, function: &str) {
     let simulator = binaries().join("yunion-mps-sim");
     let dropped =
@@ -598,7 +585,8 @@ fn drop_function(host: &Host, function: &str) {
     assert!(dropped.status.success(), "{}", text(&dropped));
 }
 
-/// If an NVML of another version lacks any one function that the service needs, the service has an error message.
+/// A driver of another version may lack a function of NVML. For each function that the service needs, the service reports its
+/// absence.
 #[test]
 fn an_nvml_that_lacks_any_one_function() {
     for function in [
@@ -628,8 +616,7 @@ fn an_nvml_that_lacks_any_one_function() {
     }
 }
 
-/// If NVML lacks a function that the service needs only while it serves, the state says what can't be read, and the
-/// service can still be stopped.
+/// Without a function that is needed only to serve GPUs, the state names what fails, and the service can still be stopped.
 #[test]
 fn an_nvml_that_cannot_set_the_compute_mode() {
     for function in ["nvmlDeviceSetComputeMode", "nvmlDeviceGetHandleByUUID"] {
@@ -641,7 +628,7 @@ fn an_nvml_that_cannot_set_the_compute_mode() {
     }
 }
 
-/// The service works with a driver that knows neither MIG nor events.
+/// An old driver has neither MIG nor events.
 #[test]
 fn an_nvml_of_an_old_driver_serves() {
     for function in
@@ -670,7 +657,7 @@ fn a_driver_that_is_loaded_later() {
     stops(host);
 }
 
-/// One GPU of eight can't be served: its slices give the reason, and the other GPUs are served.
+/// Checks that the slices of GPU 3 show `reason`, and that the service serves the other seven GPUs.
 fn one_out_of_eight(faults: &[(&str, &str)], reason: &str) {
     let mut host = Host::new("h200x8");
     for (fault, text) in faults {
@@ -696,14 +683,13 @@ fn a_gpu_that_is_lost() {
     one_out_of_eight(&[("gpus/3/lost", "")], "lost");
 }
 
-/// NVML never answers a question about one of the eight GPUs.
 #[test]
 fn a_gpu_that_hangs() {
     one_out_of_eight(&[("gpus/3/hangs", "")], "NVML did not answer within 10 s");
 }
 
-/// Without nvidia-persistenced the driver wakes one GPU after the other, which takes longer than the service waits for an
-/// answer of NVML. The service keeps the driver open while the GPUs wake, and the late answer counts.
+/// Without nvidia-persistenced the driver wakes one GPU after the other, which takes longer than the service waits for NVML.
+/// The service does not close NVML meanwhile, and uses the late answer.
 #[test]
 fn gpus_that_sleep_are_served_when_all_are_awake() {
     let mut host = Host::new("h200x8");
@@ -735,7 +721,7 @@ fn a_gpu_without_a_handle() {
     one_out_of_eight(&faults, "the NVIDIA driver does not know this GPU");
 }
 
-/// A GPU that NVML doesn't list and still knows by its address is served.
+/// NVML does not give the GPU by its index. The service finds the GPU by its PCI address and serves it.
 #[test]
 fn a_gpu_without_a_handle_by_its_index() {
     let mut host = Host::new("h200x8");
@@ -746,7 +732,6 @@ fn a_gpu_without_a_handle_by_its_index() {
     stops(host);
 }
 
-/// The compute mode of the only GPU can't be set: no control daemon starts, and the state of the GPU says why.
 #[test]
 fn a_compute_mode_that_cannot_be_set() {
     let mut host = Host::new("tesla-p40");
@@ -759,7 +744,6 @@ fn a_compute_mode_that_cannot_be_set() {
     stops(host);
 }
 
-/// GPUs are served without a bus, and a bus that comes later finds them served.
 #[test]
 fn a_bus_that_comes_later() {
     let mut host = Host::new("tesla-p40");
@@ -778,7 +762,7 @@ fn a_bus_that_comes_later() {
     stops(host);
 }
 
-/// A restart of the bus takes no GPU from any client, and the service publishes its name and its devices again.
+/// A restart of the bus disturbs no client. The service requests its name again and publishes its devices again.
 #[test]
 fn a_bus_that_goes_away_and_comes_back() {
     let mut host = Host::serving("h200");
@@ -789,7 +773,7 @@ fn a_bus_that_goes_away_and_comes_back() {
             (host.log().matches("lost the D-Bus connection").count() >= round).then_some(())
         });
         assert_eq!(host.mpsctl(&["list"]).status.code(), Some(1));
-        // The end of the bus does not stop the service. SIGHUP reloads it without the bus.
+        // The service runs on without a bus, and SIGHUP still reloads the configuration.
         host.signal(Signal::HUP);
         assert_eq!(host.front_end(&host.path("mps/pipe"), "get_default_active_thread_percentage"), "25.0\n");
         host.restart_bus();

@@ -1,5 +1,5 @@
-//! Control groups that are bound to slices: by a host agent, before or right after its containers start, and by a hook of the
-//! container runtime.
+//! Tests of bindings. A host agent binds a control group before or just after its container starts. A hook of the container
+//! runtime binds a control group while its container starts.
 
 use std::fs::{self, File};
 use std::io::Write;
@@ -20,7 +20,8 @@ const FIRST: &str = "00:06.0-0";
 const OWN: &str = "00:06.0-1";
 const NEIGHBOURS: &str = "00:06.0-2";
 
-/// A host that serves, and two containers' control groups. None if the test can't make control groups on this machine.
+/// Starts the service on a host, and makes two containers' control groups. Returns None if this machine does not let the test
+/// make control groups.
 pub(crate) fn with_containers(test: &str, lines: &str) -> Option<(Host, [ContainerGroup; 2])> {
     on_board("h200", test, lines)
 }
@@ -40,14 +41,14 @@ fn on_board(board: &str, test: &str, lines: &str) -> Option<(Host, [ContainerGro
     Some((host, [one, other]))
 }
 
-/// The path of a control group below the root of the hierarchy, as the kernel gives it.
+/// Returns the path of a control group below the root of its hierarchy, as /proc/PID/cgroup has it.
 pub(crate) fn path(group: &ContainerGroup) -> String {
     let mounts = ["/sys/fs/cgroup/systemd", "/sys/fs/cgroup"];
     let below = mounts.iter().find_map(|mount| group.directory.strip_prefix(mount).ok()).unwrap();
     format!("/{}", below.display())
 }
 
-/// A client in this control group; the function returns when the client is served.
+/// Starts a client in a control group, and returns once the client is served.
 pub(crate) fn client(host: &Host, directory: &Path, work: &[&str], claim: &str) -> Client {
     let enter = "echo $$ > \"$0/cgroup.procs\" && exec cuda-client \"$@\"";
     let mut command = host.command("sh");
@@ -60,7 +61,6 @@ pub(crate) fn bind(host: &Host, slice: &str, group: &ContainerGroup, more: &[&st
     host.mpsctl(&[&["bind", slice, "--control-group", &path(group)], more].concat())
 }
 
-/// The clients that have work, by their PIDs.
 fn pids(host: &Host) -> Vec<u32> {
     let clients = host.json(&["clients"]).unwrap();
     let pid = |client: &Value| u32::try_from(client["pid"].as_u64().unwrap()).unwrap();
@@ -86,8 +86,8 @@ fn refused(output: &Output, words: &str) {
     assert!(output.status.code() == Some(1) && said.contains(words), "{words}\n{said}");
 }
 
-/// Every process of the control group or a descendant has the slice, no matter what its environment says, and no other process
-/// has it; that stays so over a restart of the service.
+/// All processes in a bound control group and below it have the slice of the binding, whatever their environment claims. No
+/// other process has the slice. A restart of the service changes nothing of this.
 #[test]
 fn the_processes_of_a_bound_control_group_have_its_slices() {
     let Some((mut host, [group, other])) =
@@ -106,7 +106,7 @@ fn the_processes_of_a_bound_control_group_have_its_slices() {
     for client in &clients {
         assert_eq!(known(&host, client), has(OWN, "train-1"));
     }
-    // The slice is bound, so the claim of a process outside of the control group does not count.
+    // The slice is bound. So the claim of a process outside of the control group does not count.
     assert_eq!(known(&host, &stranger), [""; 3].map(str::to_owned));
     let table = succeeded(&host.mpsctl(&["list", "-o", "wide"]));
     assert!(table.contains("BOUND TO") && table.contains("  train-1  "), "{table}");
@@ -120,8 +120,8 @@ fn the_processes_of_a_bound_control_group_have_its_slices() {
         assert_eq!(known(&host, client), has(OWN, "train-1"));
     }
 
-    // The slice of the client `stranger` is not known and may be the slice whose clients are to be ended, so the
-    // request is refused.
+    // The client `stranger` has no known slice, and may work on any slice of the GPU. So the service refuses to end the clients
+    // of a slice.
     refused(&host.mpsctl(&["terminate", "--device", NEIGHBOURS]), &format!("PID {}", stranger.id()));
     assert!(clients.iter().all(|client| alive(client.id())));
     succeeded(&host.mpsctl(&["unbind", "--control-group", &path(&group)]));
@@ -129,13 +129,13 @@ fn the_processes_of_a_bound_control_group_have_its_slices() {
     assert_eq!(known(&host, &clients[0]), [NEIGHBOURS, "environment", ""].map(str::to_owned));
     let advice = text(&host.mpsctl(&["doctor"]));
     assert!(advice.contains("clients-claim-slices: 3 clients"), "{advice}");
-    // Bindings are neither events nor lines in the journal: with thousands of jobs a day they would hide faults.
+    // A binding causes no event and no line in the journal. With thousands of jobs a day, such lines would hide faults.
     let told = host.events().join("\n") + &host.log();
     assert!(!told.contains(" bound to ") && !told.contains(" not bound "), "{told}");
 }
 
-/// A control group may have several slices of one GPU, as a job with a slice for each task has. Each process uses one of
-/// these slices.
+/// A job with a slice for each task binds its control group to several slices of one GPU. Each process then uses one of these
+/// slices.
 #[test]
 fn a_process_chooses_between_the_slices_of_its_control_group() {
     let test = "a_process_chooses_between_the_slices_of_its_control_group";
@@ -155,9 +155,9 @@ fn a_process_chooses_between_the_slices_of_its_control_group() {
     assert!(alive(tasks[0].id()));
 }
 
-/// Root in a bound container mounts directories, makes namespaces and control groups, and claims any slice: neither the slice
-/// of that container nor the slice of another container changes, and the work of the container ends only with the work of its
-/// own slice.
+/// Root in a bound container mounts directories, makes namespaces and control groups, and claims any slice. The container's
+/// slice and its neighbour's slice stay the same. A request to end the work on a slice still finds this container by its own
+/// slice only.
 #[test]
 fn a_tenant_in_a_bound_control_group_changes_nobodys_slice() {
     let test = "a_tenant_in_a_bound_control_group_changes_nobodys_slice";
@@ -165,8 +165,8 @@ fn a_tenant_in_a_bound_control_group_changes_nobodys_slice() {
     succeeded(&bind(&host, OWN, &group, &["--label", "tenant"]));
     succeeded(&bind(&host, NEIGHBOURS, &other, &["--label", "neighbour"]));
     let directory = host.path("mps/pipe/slices").join(NEIGHBOURS.replace(':', "_"));
-    // In namespaces of its own, a program has another user and other mounts. The service must still count the program
-    // to the same tenant.
+    // In its own namespaces, the program sees another user and other mounts. The service must still know the program as the
+    // same tenant.
     let namespaces =
         [&["--mount"][..], &["--user", "--map-root-user", "--mount", "--cgroup", "--pid", "--fork"]];
     for (options, below) in namespaces.into_iter().zip(["", "init/deeper"]) {
@@ -191,7 +191,6 @@ fn a_tenant_in_a_bound_control_group_changes_nobodys_slice() {
     }
 }
 
-/// Each refusal of a request to bind names its reason, and nothing is bound.
 #[test]
 fn what_is_drained_taken_or_shared_is_refused() {
     let Some((host, [group, other])) = with_containers("what_is_drained_taken_or_shared_is_refused", "")
@@ -215,7 +214,7 @@ fn what_is_drained_taken_or_shared_is_refused() {
     );
     refused(&host.mpsctl(&["bind", FIRST, "--pid", "4194305"]), "there is no such process");
     refused(&host.mpsctl(&["unbind", "--control-group", &path(&other)]), "is not bound");
-    // A program that does not use yunion-mpsctl calls the method Bind as busctl does.
+    // Calls Bind through busctl, as a program without yunion-mpsctl would.
     let call = |arguments: &[&str]| {
         let object = [
             "--system",
@@ -237,8 +236,8 @@ fn what_is_drained_taken_or_shared_is_refused() {
     assert_eq!(bound_to(&host, FIRST), "job 17");
 }
 
-/// A GPU that leaves the configuration stays with its control daemon until the last job on the GPU has ended, and so does the
-/// slice of a bound job.
+/// After a GPU leaves the configuration, its control daemon serves the last job on the GPU to its end. The job's binding also
+/// lasts until then.
 #[test]
 fn a_bound_job_keeps_its_slice_when_its_gpu_leaves_the_configuration() {
     let test = "a_bound_job_keeps_its_slice_when_its_gpu_leaves_the_configuration";
@@ -257,7 +256,7 @@ fn a_bound_job_keeps_its_slice_when_its_gpu_leaves_the_configuration() {
     host.reload();
     assert_eq!(host.list().len(), 4);
     assert_eq!(known(&host, &job), has(&slice, "job 7"));
-    // The service that starts next has no plan with the GPU that has left the configuration.
+    // After this restart the new service's plan lacks the GPU.
     host.signal(Signal::KILL);
     host.ended();
     host.start();
@@ -267,8 +266,8 @@ fn a_bound_job_keeps_its_slice_when_its_gpu_leaves_the_configuration() {
     assert_eq!(known(&host, &job), has(&slice, "job 7"));
 }
 
-/// A request to bind that names a GPU gets the lowest free slice of this GPU. A binding ends when its control group is
-/// removed, without any request.
+/// `bind` with the name of a GPU takes the lowest free slice of the GPU. The kernel's removal of the control group ends the
+/// binding, without any request.
 #[test]
 fn a_binding_ends_with_its_control_group() {
     let Some((host, [one, other])) = with_containers("a_binding_ends_with_its_control_group", "") else {
@@ -287,9 +286,8 @@ fn a_binding_ends_with_its_control_group() {
     assert_eq!(bound(&other), NEIGHBOURS);
 }
 
-/// A container that has ended may leave an empty control group for a while. The next container gets the slice of this
-/// empty control group at once nevertheless. The slice of a control group that waits for its first process is not given
-/// away.
+/// A container runtime may remove the control group of an ended container late. The next container must get the slice before
+/// that. A control group that has not had a process yet keeps its slice.
 #[test]
 fn an_empty_control_group_that_had_its_program_gives_its_slice_away() {
     let test = "an_empty_control_group_that_had_its_program_gives_its_slice_away";
@@ -303,7 +301,6 @@ fn an_empty_control_group_that_had_its_program_gives_its_slice_away() {
     refused(&bind(&host, OWN, &old, &[]), "is taken by new");
 }
 
-/// A budget with `terminate` ends the newest client of a bound control group, no matter which slices the clients claim.
 #[test]
 fn a_budget_holds_for_a_bound_control_group() {
     let Some((host, [group, other])) =
@@ -311,7 +308,7 @@ fn a_budget_holds_for_a_bound_control_group() {
     else {
         return;
     };
-    // A host agent may bind a control group as late as after the start of its first client.
+    // A host agent may bind a control group after the first client has started in it.
     let old = client(&host, &group.directory, &["hold", "600", "--mib", "20000"], NEIGHBOURS);
     succeeded(&host.mpsctl(&["bind", OWN, "--pid", &old.id().to_string(), "--label", "train-1"]));
     let claims = client(&host, &other.directory, &["hold", "600", "--mib", "20000"], OWN);
@@ -321,7 +318,7 @@ fn a_budget_holds_for_a_bound_control_group() {
     assert!(alive(old.id()) && alive(claims.id()));
 }
 
-/// The first process of a container, which waits for the hooks.
+/// The first process of a container. The process waits for the hooks of the container runtime.
 struct Waits(Client);
 
 impl Waits {
@@ -331,7 +328,6 @@ impl Waits {
         Self(waits)
     }
 
-    /// Starts a hook as a container runtime does.
     fn start(&self, hook: &mut Command, id: &str) -> Child {
         let (namespace, pod) = id.split_once('/').unwrap_or_default();
         let annotations = json!({
@@ -350,8 +346,8 @@ impl Waits {
     }
 }
 
-/// A hook of the container runtime binds the container under its id. If the service refuses the binding, the error of
-/// the container runtime has the reason.
+/// The hook binds the container under its id. When the service refuses, the container runtime's error shows the service's
+/// reason.
 #[test]
 fn a_runtime_binds_by_its_hook() {
     let Some((host, [group, other])) = with_containers("a_runtime_binds_by_its_hook", "") else { return };
@@ -368,8 +364,8 @@ fn a_runtime_binds_by_its_hook() {
         let said = waits.start(hook.args(&arguments[1..]), id).wait_with_output().unwrap();
         (waits, said)
     };
-    // If the container runtime runs without root, the hook lets the container start unbound. The service knows the slice of
-    // such an unbound container in another way.
+    // A container runtime without root can't bind. The hook lets the container start, and the service learns its slice from its
+    // environment.
     let mut of_a_user = host.command("unshare");
     of_a_user.args(["--user", "--map-root-user"]).arg(hook["path"].as_str().unwrap()).args(&arguments[1..]);
     let said = of_a_user.stdin(Stdio::null()).output().unwrap();
@@ -380,7 +376,7 @@ fn a_runtime_binds_by_its_hook() {
     assert_eq!(bound_to(&host, OWN), "c-1");
     refused(&run(&other, "c-2").1, &format!("{OWN} is taken by c-1"));
     succeeded(&host.mpsctl(&["unbind", "--control-group", &path(&group)]));
-    // The names of the namespace and of the pod are as long as Kubernetes allows.
+    // These names of a namespace and of a pod have the greatest length that Kubernetes allows.
     let pod = format!("{}/{}", "n".repeat(63), "p".repeat(253));
     succeeded(&run(&group, &pod).1);
     assert_eq!(bound_to(&host, OWN), format!("{pod}/main"));
@@ -389,7 +385,7 @@ fn a_runtime_binds_by_its_hook() {
     refused(&run(&other, "c-2").1, &format!("{OWN} is drained"));
 }
 
-/// If a service is killed before it answers a hook, the container waits for the next service, as if the service had not run.
+/// If the service is killed before it answers, the hook asks the next service, and the container starts later.
 #[test]
 fn a_hook_asks_again_when_the_service_ends_before_its_answer() {
     let test = "a_hook_asks_again_when_the_service_ends_before_its_answer";

@@ -1,5 +1,5 @@
-//! The budgets of slices: tenants who exceed the budget of their slice are reported with names, and their clients are ended if
-//! this is configured; other clients notice nothing.
+//! Tests of the budgets of slices. The service reports clients over the budget of their slice by name, and ends them if the
+//! configuration says so. Other clients are not disturbed.
 
 use std::fs;
 use std::process::Stdio;
@@ -16,33 +16,31 @@ use crate::support::skip::root_or_skip;
 use crate::support::slice::directory_of;
 use crate::support::wait::wait_for;
 
-/// The slices of the board `h200`: 35942 MiB and 12 clients each.
+/// Slices of the board `h200`: 35942 MiB and 12 clients each.
 const SLICE: &str = "00:06.0-1";
 const NEIGHBOUR: &str = "00:06.0-2";
 
-/// A client of the simulator uses 580 MiB in addition to the memory that it allocates.
+/// The memory that a simulated client uses in addition to its allocations.
 const CONTEXT_MIB: u32 = 580;
 
 fn device_of(host: &Host, name: &str) -> Value {
     host.list().into_iter().find(|device| device["addr"] == name).unwrap()
 }
 
-/// Waits until the slice satisfies `check`, and returns the slice.
 fn wait_for_device(host: &Host, name: &str, what: &str, check: impl Fn(&Value) -> bool) -> Value {
     wait_for(what, || Some(device_of(host, name)).filter(|device| check(device)))
 }
 
-/// A client that holds this much memory; the function returns when the client is served.
+/// Starts a client that uses `mib` of memory, and returns once the client is served.
 fn holding(host: &Host, slice: &str, mib: u32, more: &[&str]) -> Client {
     let allocated = (mib - CONTEXT_MIB).to_string();
     let mut command = host.program_of(slice, &["hold", "600", "--mib", &allocated]);
     host.served(command.args(more))
 }
 
-/// A container that has only its slice's directory.
+/// A container in which only the directory of one slice is mounted.
 struct Container {
     slice: &'static str,
-    /// Its first process.
     first: Client,
 }
 
@@ -54,7 +52,7 @@ impl Container {
         Self { slice, first }
     }
 
-    /// A client in the container that holds this much memory and claims this slice; the function returns when the client is
+    /// Starts a client in the container that uses `mib` of memory and claims the slice `claims`. Returns once the client is
     /// served.
     fn claiming(&self, host: &Host, claims: &str, mib: u32, more: &[&str]) -> Client {
         let mut command = host.command("nsenter");
@@ -82,12 +80,10 @@ fn wait_for_event(host: &Host, words: &str) -> String {
     wait_for(words, || events_with(host, words).pop())
 }
 
-/// The number of looks at the budgets that the service has logged.
 fn looks(host: &Host) -> usize {
     host.log().matches("are counted").count()
 }
 
-/// Waits until the client has been ended by `terminate_client`.
 fn wait_until_ended(client: &mut Client) {
     let status = wait_for("the end of the client", || client.try_wait().unwrap());
     assert_eq!(status.code(), Some(4), "CUDA error 810");
@@ -101,14 +97,13 @@ fn serving(lines: &str) -> Host {
     host
 }
 
-/// If NVML does not give the list of clients, the service does not publish the slice as a slice without clients.
 #[test]
 fn clients_that_nvml_does_not_list_are_not_counted_as_none() {
     let host = Host::serving("h200");
     wait_for_device(&host, SLICE, "nobody", |device| device["clients"] == 0);
     host.plant("gpus/0/error/nvmlDeviceGetComputeRunningProcesses", "999");
     let client = Client::start(&mut host.program_of(SLICE, &["hold", "600"]));
-    // `yunion-mpsctl list` makes the service look at the clients.
+    // `yunion-mpsctl list` makes the service ask NVML for the clients.
     let looked = |check: fn(&Value) -> bool| {
         wait_for_device(&host, SLICE, "what follows from a look", |device| {
             succeeded(&host.mpsctl(&["list"]));
@@ -138,7 +133,8 @@ fn overuse_of_memory_is_told_with_the_names_of_the_clients() {
     wait_for_device(&host, SLICE, "a full slice", |device| device["memory_used"] == 35_942);
     assert_eq!(device_of(&host, SLICE)["overuse"], "", "it fits exactly");
     assert_eq!(host.json(&["status"]).unwrap()["service"]["generation"], before, "clients change no device");
-    // The driver lists this client's memory at once: a client that allocates more exceeds the budget in two steps.
+    // This client uses only its context at first. A client that allocates later would exceed the budget in two steps, with two
+    // reports.
     let three = holding(&host, SLICE, CONTEXT_MIB, &[]);
     let over = wait_for_device(&host, SLICE, "overuse", |device| device["overuse"] != "");
     assert_eq!(over["overuse"], "the clients of the slice hold more than its 35942 MiB together");
@@ -164,7 +160,7 @@ fn overuse_of_memory_is_told_with_the_names_of_the_clients() {
     wait_for("the signal", || {
         plain(listener.heard()).contains(&format!("OverUse ('{SLICE}', ['memory'], [{pids}])")).then_some(())
     });
-    // The slices of other clients are not over their budgets, and the service stays ready.
+    // Other slices are within their budgets, and the service stays ready.
     assert_eq!(device_of(&host, NEIGHBOUR)["overuse"], "");
     assert_eq!(device_of(&host, NEIGHBOUR)["reason"], "");
     let status = host.wait_for_state("ready");
@@ -226,7 +222,7 @@ fn the_newest_client_of_the_slice_is_ended_and_nobody_else() {
     let old = container.holding(&host, 20_000, &[]);
     let full = container.holding(&host, 15_000, &[]);
     wait_for_device(&host, SLICE, "two clients", |device| device["clients"] == 2);
-    // The newest client of the GPU belongs to the neighbour's slice, which is within its budget.
+    // The newest client of the GPU belongs to another slice, which is within its budget.
     let (mut new, newest) = (container.holding(&host, 10_000, &[]), holding(&host, NEIGHBOUR, 600, &[]));
     wait_until_ended(&mut new);
     let user = own_user();
@@ -244,7 +240,7 @@ fn the_newest_client_of_the_slice_is_ended_and_nobody_else() {
     assert_eq!(host.stop().code(), Some(0));
 }
 
-/// A client that runs on after the end of its GPU work is left alone. A client that begins GPU work again is ended again.
+/// A client whose GPU work was ended may run on. The service ends it again only after it begins new GPU work.
 #[test]
 fn nobody_is_ended_again_without_new_work() {
     if !root_or_skip("nobody_is_ended_again_without_new_work") {
@@ -268,8 +264,8 @@ fn nobody_is_ended_again_without_new_work() {
     assert_eq!(host.stop().code(), Some(0));
 }
 
-/// Waits until the service has looked at the budgets often enough to end a client, and makes sure that no client was
-/// ended.
+/// Waits until the service has checked the budgets five more times, enough to end a client. Fails if the service has ended a
+/// client.
 fn nobody_was_ended(host: &Host, clients: &[&Client]) {
     let before = looks(host);
     wait_for("more looks", || (looks(host) > before + 4).then_some(()));
@@ -277,8 +273,8 @@ fn nobody_was_ended(host: &Host, clients: &[&Client]) {
     assert!(clients.iter().all(|client| alive(client.id())));
 }
 
-/// An older program on the host claims a tenant's slice in its environment. The client of that program counts for the
-/// slice, but no other client is ended because of this program.
+/// A program on the host claims a tenant's slice in its environment. The client counts for the slice. Since only its
+/// environment names the slice, the service ends no client of the slice.
 #[test]
 fn a_claim_in_the_environment_ends_nobody() {
     if !root_or_skip("a_claim_in_the_environment_ends_nobody") {
@@ -287,10 +283,10 @@ fn a_claim_in_the_environment_ends_nobody() {
     let mut host = serving("cuda_mps_overuse: terminate");
     let forged = holding(&host, SLICE, 20_000, &[]);
     let container = Container::new(&host, SLICE);
-    // The environment of this client claims the neighbour's slice. The slice whose directory is mounted in the client's
-    // container counts more than the environment.
+    // This client's environment claims the neighbour's slice. The directory that is mounted in its container outweighs the
+    // environment.
     let tenant = container.claiming(&host, NEIGHBOUR, 20_000, &[]);
-    // A client is listed before it has allocated its memory, so the test waits for the memory too.
+    // NVML lists a client before the client has allocated its memory. So the test waits for the memory too.
     wait_for_device(&host, SLICE, "both clients with their memory", |device| {
         device["clients"] == 2 && device["memory_used"] == 40_000
     });
@@ -304,7 +300,8 @@ fn a_claim_in_the_environment_ends_nobody() {
     assert_eq!(host.stop().code(), Some(0));
 }
 
-/// An older program in another container has the directory of the tenant's slice, too.
+/// Containers of two tenants have the directory of the same slice. The service ends no client of this slice, since it can't
+/// tell whose slice it is.
 #[test]
 fn a_slice_in_two_containers_ends_nobody() {
     if !root_or_skip("a_slice_in_two_containers_ends_nobody") {
@@ -323,8 +320,7 @@ fn a_slice_in_two_containers_ends_nobody() {
 
 const ENTRY: &str = "path: /dev/dri/renderD128, type: NVIDIA_MPS, virtual_number: 4";
 
-/// A reload ends no client: clients that were there before stay, and are reported. For clients that come after the reload the
-/// new budget counts.
+/// A smaller budget after a reload ends no client that is already there. It counts for clients that come later.
 #[test]
 fn a_reload_ends_nobody() {
     if !root_or_skip("a_reload_ends_nobody") {
@@ -352,7 +348,6 @@ fn a_reload_ends_nobody() {
     assert_eq!(host.stop().code(), Some(0));
 }
 
-/// A restart of the service ends no client. The new service reports overuse again.
 #[test]
 fn a_restart_of_the_service_ends_nobody() {
     if !root_or_skip("a_restart_of_the_service_ends_nobody") {
@@ -375,8 +370,8 @@ fn a_restart_of_the_service_ends_nobody() {
     assert_eq!(host.stop().code(), Some(0));
 }
 
-/// The service tries again to end a client that a debugger holds, after longer and longer pauses, and ends the next
-/// newest client in its place.
+/// A debugger stops a client, so its GPU work does not end. The service ends the next newest client instead, and retries the
+/// first after longer and longer pauses.
 #[test]
 fn a_client_that_a_debugger_holds_is_told_and_left_alone() {
     if !root_or_skip("a_client_that_a_debugger_holds_is_told_and_left_alone") {
@@ -404,7 +399,7 @@ fn a_client_that_a_debugger_holds_is_told_and_left_alone() {
     assert_eq!(host.stop().code(), Some(0));
 }
 
-/// However often a user starts clients, the service looks at the GPU at most every 250 ms.
+/// The service checks a GPU at most every 250 ms, however often users start clients.
 #[test]
 fn clients_that_come_together_share_a_look() {
     let mut host = serving("");
@@ -422,12 +417,12 @@ fn clients_that_come_together_share_a_look() {
     assert_eq!(host.stop().code(), Some(0));
 }
 
-/// The service looks at an idle host, and at a host with one client for each slice, only with the health checks.
+/// With at most one client for each slice, the service checks the budgets only with its health checks.
 #[test]
 fn one_client_of_each_slice_wakes_nobody() {
     let mut host = serving("");
     wait_for("the first look", || (looks(&host) == 1).then_some(()));
-    // After a critical error of the GPU the service checks the control daemon at once.
+    // After a critical error of the GPU, the service makes a health check at once.
     host.plant("gpus/0/xids", "31\n");
     wait_for("a check", || {
         host.log().contains("the control daemon is checked now, since a GPU reported Xid 31").then_some(())
@@ -438,8 +433,7 @@ fn one_client_of_each_slice_wakes_nobody() {
     for slice in [SLICE, NEIGHBOUR] {
         wait_for_device(&host, slice, "its client", |device| device["clients"] == 1);
     }
-    // A new client causes a second look of the service at the GPU a little later. So the test waits until 5 s pass
-    // between two looks at the GPU.
+    // The service checks a second time a moment after a client has come. The test waits until 5 s pass between two checks.
     let mut before = looks(&host);
     let calm = wait_for("a calm time", || {
         let begun = Instant::now();

@@ -1,4 +1,4 @@
-//! The CDI spec that the daemon keeps.
+//! Tests of the CDI spec that the service writes.
 
 use crate::support::host::binaries;
 use std::collections::{BTreeMap, BTreeSet};
@@ -14,7 +14,6 @@ use serde_json::Value;
 use crate::support::host::{Host, text};
 use crate::support::wait::wait_for;
 
-/// A host that is configured to have a spec in a directory that does not exist yet.
 fn host(board: &str) -> Host {
     let host = Host::new(board);
     host.configure(&format!("cuda_mps_cdi_directory: {}", host.path("run/cdi").display()));
@@ -33,13 +32,12 @@ fn devices(spec: &Value) -> Vec<&str> {
     spec["devices"].as_array().unwrap().iter().map(|device| device["name"].as_str().unwrap()).collect()
 }
 
-/// The CDI devices of these slices: for each slice, a device with the settings of the slice, and a device with only the
-/// hook.
+/// Returns the names of the CDI devices for these slices. Each slice has a device with all of its settings, and a device
+/// `bind-...` with the hook alone.
 fn devices_of(slices: &[String]) -> Vec<String> {
     slices.iter().flat_map(|slice| [slice.clone(), format!("bind-{slice}")]).collect()
 }
 
-/// Waits until the spec has the CDI devices of these slices and no other devices.
 fn wait_for_devices(host: &Host, slices: &[String]) {
     wait_for("the devices in the spec", || (devices(&spec(host)?) == devices_of(slices)).then_some(()));
 }
@@ -48,7 +46,6 @@ fn slices(gpu: &str, number: u32) -> Vec<String> {
     (0..number).map(|ordinal| format!("{gpu}-{ordinal}")).collect()
 }
 
-/// Asks an independent validator.
 fn complaints(spec: &Value) -> String {
     let schema = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/cdi/schema.json");
     let program = "import json, jsonschema, sys\n\
@@ -67,7 +64,7 @@ fn complaints(spec: &Value) -> String {
     if output.status.success() { String::new() } else { text(&output) }
 }
 
-/// Fails if the CDI spec violates a rule that its JSON schema can't express.
+/// Fails if the CDI spec breaks a rule that its JSON schema can't express.
 fn assert_makes_sense(host: &Host, spec: &Value) {
     let names = devices(spec);
     assert_eq!(names.iter().collect::<BTreeSet<_>>().len(), names.len(), "{names:?}");
@@ -77,12 +74,12 @@ fn assert_makes_sense(host: &Host, spec: &Value) {
         let edits = &device["containerEdits"];
         let environment = edits["env"].as_array().unwrap().iter().map(|one| one.as_str().unwrap());
         let environment: BTreeMap<&str, &str> = environment.map(|one| one.split_once('=').unwrap()).collect();
-        // The environment of the CDI device is that of `yunion-mpsctl env`, without the variables for NVIDIA's runtime.
+        // The CDI device has the environment of `yunion-mpsctl env`, except for the variables of NVIDIA's container runtime.
         let name = device["name"].as_str().unwrap();
         let asked = host.mpsctl(&["env", name, "--format", "json"]);
         let asked: Value = serde_json::from_slice(&asked.stdout).unwrap();
-        // Each CDI device mounts the directory of its slice at a path of its own, since a container may have several
-        // devices.
+        // Each CDI device mounts its slice's directory at its own path. Otherwise a container with several devices would have
+        // several mounts at one path.
         let own = format!("/run/yunion-mps-{}", name.replace(':', "_"));
         let placed = |place: &'_ Value| match place.as_str().unwrap() {
             "/run/yunion-mps" => own.clone(),
@@ -119,7 +116,8 @@ fn healthy(host: &Host) -> Vec<String> {
     healthy.map(|device| device["addr"].as_str().unwrap().to_owned()).collect()
 }
 
-/// A stop leaves the spec behind: an engine may start its containers before the service of the next boot.
+/// Each board gets a valid CDI spec of its planned slices. A stop does not remove the spec: a container engine may start
+/// containers at the next boot before the service starts.
 #[test]
 fn every_board_has_a_valid_spec_of_what_is_planned() {
     for (board, number) in [("tesla-p40", 4), ("h200x8", 32), ("mixed", 12)] {
@@ -161,8 +159,8 @@ fn the_validator_can_complain() {
     }
 }
 
-/// A reload changes the CDI spec as the configuration says, leaves its file alone if nothing has changed, and moves or
-/// removes the file.
+/// A reload changes, moves or removes the CDI spec as the configuration says. Without a change, the reload does not write the
+/// file again.
 #[test]
 fn the_spec_follows_the_configuration() {
     let mut host = host("tesla-p40");
@@ -198,8 +196,8 @@ fn the_spec_follows_the_configuration() {
     assert_eq!(host.stop().code(), Some(0));
 }
 
-/// An engine tries once. So a slice that is not served stays in the CDI spec, and the hook waits until the slice is
-/// served.
+/// A container engine tries only once to start a container. So an unserved slice stays in the CDI spec, and the hook waits
+/// until the slice is served.
 #[test]
 fn a_slice_that_is_not_served_stays_in_the_spec() {
     let mut host = host("tesla-p40");
@@ -217,8 +215,8 @@ fn a_slice_that_is_not_served_stays_in_the_spec() {
     assert_eq!(host.stop().code(), Some(0));
 }
 
-/// A service that was killed leaves the CDI spec, which is still correct. The next service finds this spec even if another
-/// directory is configured.
+/// A killed service can't remove its CDI spec. The next service finds the old spec, even if the configuration names another
+/// directory now.
 #[test]
 fn a_crash_leaves_no_stale_spec_behind() {
     let mut host = host("tesla-p40");
@@ -245,8 +243,6 @@ fn a_crash_leaves_no_stale_spec_behind() {
     assert_eq!(host.stop().code(), Some(0));
 }
 
-/// A service that starts offers the slices that it plans, even if a control daemon of the former service, with other slices,
-/// still runs.
 #[test]
 fn a_start_offers_the_slices_that_are_planned() {
     let mut host = host("h200");
@@ -255,8 +251,7 @@ fn a_start_offers_the_slices_that_are_planned() {
     wait_for_devices(&host, &slices("00:06.0", 4));
     host.signal(Signal::KILL);
     host.ended();
-    // The control daemon still runs with four slices. The front end of the control daemon hangs, so the service can't give it
-    // the limits of two slices.
+    // The control daemon still serves four slices. Its front end hangs, so the service can't give it the limits of two slices.
     host.devices(&["path: /dev/dri/renderD128, type: NVIDIA_MPS, virtual_number: 2"]);
     host.plant("mps/fault/front-end-hangs", "");
     host.start();
@@ -266,8 +261,7 @@ fn a_start_offers_the_slices_that_are_planned() {
     host.wait_for_state("ready");
 }
 
-/// If the CDI spec can't be written, GPUs are served and the state has a message. The service tries to write the CDI
-/// spec again.
+/// If the service can't write the CDI spec, it serves the GPUs, reports the failure in its state, and tries again.
 #[test]
 fn a_spec_that_cannot_be_written_degrades() {
     let mut host = host("h200");
@@ -295,7 +289,6 @@ fn a_spec_that_cannot_be_written_degrades() {
     assert_eq!(host.stop().code(), Some(0));
 }
 
-/// The commands of docs/cdi.md find the GPU of a slice.
 #[test]
 fn the_documented_command_finds_the_gpu_of_a_slice() {
     let documentation = fs::read_to_string(concat!(env!("CARGO_MANIFEST_DIR"), "/docs/cdi.md")).unwrap();

@@ -1,4 +1,5 @@
-//! yunion-mpsctl check: what the configuration comes to, and what a reload would change.
+//! Tests of `yunion-mpsctl check`, which shows the plan that follows from the configuration, and the changes that a reload
+//! would make.
 
 use std::fs;
 use std::process::Stdio;
@@ -23,7 +24,7 @@ fn document(host: &Host) -> Value {
     serde_json::from_str(&said).unwrap()
 }
 
-/// The fields kind, subject, from, to and when of each difference that `yunion-mpsctl check` reports.
+/// Returns the kind, subject, from, to and when of each difference that `yunion-mpsctl check` reports.
 fn differences(host: &Host) -> Vec<[String; 5]> {
     let document = document(host);
     assert_eq!(document["not_compared"], Value::Null, "{document:#}");
@@ -38,8 +39,8 @@ fn differences(host: &Host) -> Vec<[String; 5]> {
     document["differences"].as_array().unwrap().iter().map(of).collect()
 }
 
-/// A control daemon that was about to end serves again with its clients when the change is taken back, so the next change
-/// does not concern this control daemon and its clients.
+/// The first reload makes the control daemon wait for its clients' end, and the second reload takes this change back. So the
+/// next change is compared with a control daemon that serves on.
 #[test]
 fn a_change_that_was_taken_back_is_in_force() {
     let mut host = Host::serving("h200");
@@ -52,7 +53,6 @@ fn a_change_that_was_taken_back_is_in_force() {
     host.devices(&[&format!("{ENTRY} 2")]);
     let found = differences(&host);
     assert!(!found.is_empty() && found.iter().all(|difference| difference[4] == "live"), "{found:?}");
-    // The reload makes the announced changes, and no difference remains.
     assert!(host.call("Control.Reload").status.success());
     wait_for("no difference", || differences(&host).is_empty().then_some(()));
     host.wait_for_state("ready");
@@ -61,7 +61,7 @@ fn a_change_that_was_taken_back_is_in_force() {
     assert_eq!(host.stop().code(), Some(0));
 }
 
-/// If a GPU falls off its bus, NVML may never answer a question.
+/// NVML may hang if a GPU has fallen off the bus. Here the simulated NVML hangs.
 #[test]
 fn a_driver_that_hangs_is_told() {
     let host = Host::new("h200");
@@ -86,7 +86,6 @@ fn without_a_daemon_it_says_what_would_be() {
     assert_eq!(document["plan"]["control_daemons"][0]["id"], "shared");
     assert_eq!((&document["differences"], &document["problems"]), (&Value::Null, &json!([])));
 
-    // `--config` names another file, which has a mistake.
     fs::write(host.file("/etc/other.conf"), "enable_cuda_mps: perhaps\n").unwrap();
     let (status, said) = check(&host, &["--config", "/etc/other.conf"]);
     assert_eq!(
@@ -101,7 +100,7 @@ fn without_a_daemon_it_says_what_would_be() {
         (Some(78), &json!(false), &json!(1))
     );
 
-    // Without a driver there is no plan, but the configuration files have no mistake.
+    // Without a driver there is no plan. The configuration files still have no mistake, so `check` succeeds.
     host.clear("driver");
     let (status, said) = check(&host, &[]);
     assert_eq!(status, Some(0), "{said}");
@@ -126,7 +125,6 @@ fn what_takes_effect_at_once_is_told_from_what_waits() {
     let (status, said) = check(&host, &[]);
     assert_eq!(status, Some(0));
     assert!(said.contains("  00:06.0: threads 25 % -> 16 %: at once, for new clients\n"), "{said}");
-    // The reload makes the announced changes, and no difference remains.
     assert!(host.call("Control.Reload").status.success());
     host.wait_for_state("ready");
     assert_eq!(differences(&host), [[""; 5]; 0]);
@@ -151,7 +149,7 @@ fn what_takes_effect_at_once_is_told_from_what_waits() {
     assert_eq!(host.stop().code(), Some(0));
 }
 
-/// The new configuration has a control daemon for each GPU instead of one for all, and one GPU less.
+/// The new configuration wants a control daemon for each GPU instead of one for all, and has one GPU less.
 #[test]
 fn a_gpu_that_goes_takes_the_control_daemon_with_it() {
     let mut host = Host::serving("h200x8");
@@ -170,14 +168,14 @@ fn a_gpu_that_goes_takes_the_control_daemon_with_it() {
     let found = differences(&host);
     let count = |kind: &str| found.iter().filter(|one| one[0] == kind && one[4] == "waits 1").count();
     assert_eq!((count("control-daemon"), count("devices"), found.len()), (8, 1, 9), "{found:#?}");
-    // A change that the service has loaded and that waits for clients is no difference.
+    // A change that the service has loaded is no difference, even while it waits for clients.
     assert!(host.call("Control.Reload").status.success());
     assert_eq!(differences(&host), [[""; 5]; 0]);
     client.end();
     assert_eq!(host.stop().code(), Some(0));
 }
 
-/// The present host agent reads the same files, and some mistakes in these files end the agent or break its containers.
+/// The platform's host agent reads the same files. Some mistakes in these files end the host agent or break its containers.
 #[test]
 fn what_stops_the_host_agent_is_told_everywhere() {
     let mut host = Host::new("h200");
@@ -218,7 +216,7 @@ fn what_stops_the_host_agent_is_told_everywhere() {
     assert_eq!(host.stop().code(), Some(0));
 }
 
-/// The warning about a mistyped key comes before the error, since such a key is often the reason for an error.
+/// `check` prints the warning about a mistyped key before the error, since the mistyped key is often the cause of the error.
 #[test]
 fn warnings_stand_beside_errors() {
     let mut host = Host::serving("h200");
@@ -246,7 +244,8 @@ fn warnings_stand_beside_errors() {
     assert!(log.contains(warning) && log.contains(error), "{log}");
 }
 
-/// The service was started with another file, so neither a file in the usual place nor its absence counts.
+/// The service was started with `--config` and another file. So `check` does not warn about a file at the usual path, nor about
+/// its absence.
 #[test]
 fn the_file_that_the_service_reads_is_looked_at() {
     let host = Host::new("h200");
@@ -272,7 +271,7 @@ fn the_file_that_the_service_reads_is_looked_at() {
     assert!(daemon.wait().unwrap().success());
 }
 
-/// If the service reads no configuration file at all, the message names the file in which the keys belong.
+/// If the service reads no configuration file, the message names the file in which an administrator should write the keys.
 #[test]
 fn a_configuration_that_is_gone_has_a_name() {
     let mut host = Host::serving("h200");
@@ -283,7 +282,8 @@ fn a_configuration_that_is_gone_has_a_name() {
     assert_eq!(host.stop().code(), Some(0));
 }
 
-/// An entry whose type is nearly `NVIDIA_MPS` names the GPU, and no message says that there is no GPU.
+/// A mistyped `NVIDIA_MPS` leaves the GPU to another use. The message names this GPU and its type, instead of saying that the
+/// host has no GPU.
 #[test]
 fn a_gpu_that_another_entry_claims_is_told_with_it() {
     let mut host = Host::new("h200");
@@ -303,7 +303,7 @@ fn a_gpu_that_another_entry_claims_is_told_with_it() {
     assert_eq!(host.stop().code(), Some(0));
 }
 
-/// A service with MPS disabled has not asked the host about a driver.
+/// With MPS disabled, the service has not looked for a driver. So no command says that the driver is missing.
 #[test]
 fn a_service_that_is_switched_off_denies_no_driver() {
     let mut host = Host::new("h200");

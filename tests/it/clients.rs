@@ -1,5 +1,5 @@
-//! The programs that use the GPUs, with MPS or without MPS, in the output of `yunion-mpsctl clients` and
-//! `yunion-mpsctl metrics`, and in the state of the service.
+//! Tests how `yunion-mpsctl clients`, `yunion-mpsctl metrics` and the service's state show the programs that use a GPU, with or
+//! without MPS.
 
 use std::collections::BTreeMap;
 use std::fs;
@@ -18,14 +18,14 @@ use crate::support::host::{
 use crate::support::skip::skip;
 use crate::support::wait::wait_for;
 
-/// Starts a client of a slice, with the environment of a container, and waits until the driver knows the client's memory.
+/// Starts a client with the environment of a container, and waits until NVML lists its memory.
 fn listed_client(host: &Host, device: &str) -> Client {
     let client = Client::start(&mut host.program_of(device, &["hold", "600"]));
     wait_for("the client", || host.listed(client.id()).filter(|client| client["memory_mib"].is_u64()));
     client
 }
 
-/// A CUDA program that knows nothing of MPS.
+/// Starts a CUDA program that finds no control daemon, and so uses the GPU without MPS.
 fn bypassing(host: &Host) -> Client {
     let nowhere = host.path("nowhere");
     let mut command = host.program(&["hold", "600"]);
@@ -35,12 +35,10 @@ fn bypassing(host: &Host) -> Client {
     program
 }
 
-/// The cells of the table's row for a process.
 fn row(table: &str, pid: u32) -> BTreeMap<&str, String> {
     find_row(table, pid).unwrap_or_else(|| panic!("no {pid} in\n{table}"))
 }
 
-/// The cells of a row by their heads.
 fn find_row(table: &str, pid: u32) -> Option<BTreeMap<&str, String>> {
     let heads: Vec<&str> =
         table.lines().next()?.split("  ").map(str::trim).filter(|head| !head.is_empty()).collect();
@@ -49,12 +47,12 @@ fn find_row(table: &str, pid: u32) -> Option<BTreeMap<&str, String>> {
     Some(heads.into_iter().zip(row.map(str::to_owned)).collect())
 }
 
-/// The samples of `yunion-mpsctl metrics` as an independent parser has them: the value by name and labels.
+/// Returns the samples of `yunion-mpsctl metrics`, as a parser of another project reads them: each value, by its name and
+/// labels.
 fn metrics(host: &Host) -> BTreeMap<String, f64> {
     samples_of(&succeeded(&host.mpsctl(&["metrics"])))
 }
 
-/// The value of a sample of the h200 board's GPU or of one of its slices.
 fn of_gpu(samples: &BTreeMap<String, f64>, name: &str) -> f64 {
     samples[samples.keys().find(|key| key.starts_with(&format!("{name}{{gpu=00:06.0,"))).unwrap()]
 }
@@ -101,7 +99,6 @@ fn clients_are_shown_with_their_users_and_slices() {
     assert_eq!(host.stop().code(), Some(0));
 }
 
-/// `yunion-mpsctl clients` shows the short id of a container in the table, and the whole id in JSON.
 #[test]
 fn clients_are_shown_with_their_containers() {
     let mut host = Host::serving("h200");
@@ -118,8 +115,8 @@ fn clients_are_shown_with_their_containers() {
     assert_eq!(host.stop().code(), Some(0));
 }
 
-/// A program has a name with line breaks and whole rows of `ps`: no other process counts as a client for that reason, no
-/// release waits for such a process, and the control characters reach no terminal and no log.
+/// A program's name has line breaks and complete lines of `ps`. The service must not take other processes for clients, must not
+/// wait for them when it ends work, and must print no control characters.
 #[test]
 fn a_name_makes_nobody_a_client() {
     let mut host = Host::serving("h200");
@@ -174,10 +171,8 @@ fn a_name_makes_nobody_a_client() {
     assert_eq!(host.stop().code(), Some(0));
 }
 
-/// A program starts without MPS after another program has changed the compute mode: the state says so, clients that are
-/// served lose nothing, and the message disappears when the program has ended. A reload does not take the GPU from its
-/// clients because of that program.
-/// After the GPU has left the plan, no control daemon looks at the program any more.
+/// After a GPU has left the plan, no control daemon watches for programs without MPS on this GPU, so `clients` must not list
+/// what was last found there.
 #[test]
 fn a_bypass_is_not_listed_once_its_gpu_has_left_the_plan() {
     let mut host = Host::new("h200x8");
@@ -200,6 +195,8 @@ fn a_bypass_is_not_listed_once_its_gpu_has_left_the_plan() {
     assert_eq!(host.stop().code(), Some(0));
 }
 
+/// After another program has changed the compute mode, a program starts without MPS. The state names it until it ends. Clients
+/// lose nothing, not even by a reload meanwhile.
 #[test]
 fn a_bypass_is_told_and_nobody_loses_anything() {
     let mut host = Host::serving("h200");
@@ -242,7 +239,7 @@ fn a_bypass_is_told_and_nobody_loses_anything() {
     assert_eq!(of_gpu(&samples, "yunion_mps_gpu_clients"), 1.0);
     assert_eq!(samples["yunion_mps_service_state{state=degraded}"], 1.0);
 
-    // The service that starts next takes the control daemon over, and finds the program without MPS again.
+    // The next service takes the control daemon over, and reports the program without MPS again.
     signal_pid(host.pid(), Signal::KILL);
     host.ended();
     host.start();
@@ -262,8 +259,7 @@ fn a_bypass_is_told_and_nobody_loses_anything() {
     assert_eq!(host.stop().code(), Some(0));
 }
 
-/// A program that uses the GPU only to draw counts as no bypass of MPS. A client that starts or ends at the moment of a
-/// look is no bypass either.
+/// A program that only draws on the GPU is no bypass. Neither is a client that starts or ends while the service asks NVML.
 #[test]
 fn drawing_coming_and_going_is_no_bypass() {
     let mut host = Host::serving("h200");
@@ -279,7 +275,6 @@ fn drawing_coming_and_going_is_no_bypass() {
     let status = host.json(&["status"]).unwrap();
     assert_eq!(status["service"]["state"], "ready", "{status:#}");
     assert!(!host.log().contains("without an MPS server of this service"));
-    // A program that computes on the GPU without MPS is still noticed.
     host.plant(&format!("gpus/0/processes/{pid}"), &format!("compute 40 {}\n", start_time(pid)));
     assert_eq!(host.listed(pid).unwrap()["bypass"], true);
     host.reload();
@@ -292,8 +287,8 @@ fn drawing_coming_and_going_is_no_bypass() {
     assert_eq!(host.stop().code(), Some(0));
 }
 
-/// A program that bypasses MPS prevents the start of the next server: then the slices are not served, and the state names the
-/// program. When the program has ended, the slices are served again.
+/// A bypass keeps the next server from opening the GPU. Until the bypass ends, the slices are not served, and the state names
+/// the bypass.
 #[test]
 fn a_bypass_that_keeps_the_next_server_out_is_the_reason() {
     let mut host = Host::serving("h200");
@@ -313,7 +308,7 @@ fn a_bypass_that_keeps_the_next_server_out_is_the_reason() {
         assert_eq!((&device["healthy"], &device["reason"]), (&json!(false), &json!(blamed)));
     }
     wait_for("the table", || {
-        // The command `yunion-mpsctl clients` may fail while the service tries to start the next control daemon.
+        // `yunion-mpsctl clients` may fail while the service tries to start the next control daemon.
         let output = host.mpsctl(&["clients"]);
         let table = text(&output);
         let row = find_row(&table, program.id()).filter(|_| output.status.success())?;
@@ -325,7 +320,6 @@ fn a_bypass_that_keeps_the_next_server_out_is_the_reason() {
     assert_eq!(host.stop().code(), Some(0));
 }
 
-/// A program without MPS that uses the GPU before the first server keeps that GPU from being served at all.
 #[test]
 fn a_bypass_before_the_first_server_is_the_reason() {
     let mut host = Host::serving("tesla-p40");
@@ -341,7 +335,8 @@ fn a_bypass_before_the_first_server_is_the_reason() {
     assert_eq!(host.stop().code(), Some(0));
 }
 
-/// Gives the status after a fault, the end of a server and the end of a control daemon.
+/// Causes a fault, kills a server, and kills a control daemon. Checks that the metrics count each failure, and returns the last
+/// status.
 fn failures_are_counted(host: &Host) -> Value {
     let mut fault = host.command(host.path("bin/cuda-client"));
     fault.env("CUDA_MPS_PIPE_DIRECTORY", host.path("mps/pipe")).arg("fault").stdout(Stdio::null());
@@ -377,8 +372,8 @@ fn metrics_are_what_the_bus_says() {
         listed_client(&host, "00:06.0-1"),
         listed_client(&host, "00:06.0"),
     ];
-    // Callers within a second share one look at the clients. The service gives the slices and the GPUs in two answers, and
-    // a look at the clients may end between the two answers.
+    // The service asks for the clients at most once a second. Slices and GPUs come in two answers, between which the numbers
+    // may change. So the test repeats the command until both answers have the same numbers.
     let exposition = wait_for("a look", || {
         let exposition = succeeded(&host.mpsctl(&["metrics"]));
         let samples = samples_of(&exposition);
@@ -429,7 +424,7 @@ fn metrics_are_what_the_bus_says() {
     assert_eq!(each["yunion_mps_clients_left_out{}"], 0.0);
     for (client, device) in clients.iter().zip(["00:06.0-1", "00:06.0-1", ""]) {
         let known = host.listed(client.id()).unwrap();
-        // The parser of the test keeps labels with an empty value.
+        // Prometheus drops labels with an empty value. The parser of the test does not.
         let series = format!(
             "yunion_mps_client_memory_used_bytes{{container=,container_id=,device={device},gpu=00:06.0,guest=,label=,pid={},\
              project=,user={},uuid={}}}",
@@ -448,8 +443,8 @@ fn metrics_are_what_the_bus_says() {
     drop(clients);
 
     let status = failures_are_counted(&host);
-    // While the control daemon does not answer, the service counts the clients that it knows, and NVML lists all other
-    // programs.
+    // While the control daemon does not answer, the service counts the clients that it already knows, and asks NVML for all
+    // other programs.
     signal_pid(control_pid(&status), Signal::STOP);
     let samples = metrics(&host);
     signal_pid(control_pid(&status), Signal::CONT);
@@ -461,7 +456,6 @@ fn metrics_are_what_the_bus_says() {
     assert_eq!(metrics(&host)["yunion_mps_up{}"], 0.0);
 }
 
-/// The text of docs/metrics.md.
 fn documentation() -> String {
     fs::read_to_string(concat!(env!("CARGO_MANIFEST_DIR"), "/docs/metrics.md")).unwrap()
 }
@@ -501,8 +495,8 @@ fn clients_of_a_control_daemon_that_is_on_its_way_out_are_listed() {
     let host = Host::serving("h200");
     let client = listed_client(&host, "00:06.0-1");
     let before = control_pid(&host.json(&["status"]).unwrap());
-    // With a control daemon for each GPU, the pipe directory changes. The change of the pipe directory waits for the
-    // last client.
+    // A control daemon for each GPU needs another pipe directory. So the service waits for the last client before it replaces
+    // the control daemon.
     host.configure("cuda_mps_topology: per_gpu");
     host.reload();
     wait_for("its way out", || {
@@ -513,9 +507,8 @@ fn clients_of_a_control_daemon_that_is_on_its_way_out_are_listed() {
     assert!(host.listed(client.id()).is_some(), "{:?}", host.clients());
 }
 
-/// Today's host agent mounts the pipe directory and names no slice. Clients that connect through the pipe directory, and
-/// their memory, count for the GPU and for no slice. A client that connects through a slice's directory has that slice, even
-/// if no variable names it.
+/// Today's host agent mounts the whole pipe directory and names no slice. Clients that come through the pipe directory count
+/// for the GPU only. A client that comes through the directory of a slice counts for the slice, even if no variable names it.
 #[test]
 fn clients_without_a_slice_count_for_their_gpu() {
     let host = Host::serving("h200");
@@ -547,12 +540,11 @@ fn clients_without_a_slice_count_for_their_gpu() {
     nameless.into_iter().chain([connected]).for_each(Client::end);
 }
 
-/// Before Volta only the control daemon knows the clients, and their memory is unknown.
+/// Before Volta, NVML lists no clients. The service asks the control daemon for the clients, and does not know their memory.
 #[test]
 fn clients_before_volta_are_counted_by_the_control_daemon() {
     let host = Host::serving("tesla-p40");
-    // Before Volta, the service counts the clients at its health check. A reload makes the service check now, and not
-    // after half a minute.
+    // Before Volta, the service counts clients only at its health check. A reload makes a health check at once.
     host.reload();
     let gpu = || host.json(&["list", "--gpus"]).unwrap()[0].clone();
     let clients = |number: u32| move |gpu: &Value| gpu["clients"] == number;
@@ -561,7 +553,6 @@ fn clients_before_volta_are_counted_by_the_control_daemon() {
     let counted = wait_for("two clients", || Some(gpu()).filter(clients(2)));
     assert!(counted.get("memory_used").is_none(), "{counted}");
     assert_eq!(counted["max_clients"], 16);
-    // Before Volta, the service does not know how many clients each slice has.
     let list = succeeded(&host.mpsctl(&["list"]));
     let said = "2 clients; yunion-mpsctl clients shows their slices";
     assert!(list.lines().any(|line| line == said) && !list.contains("no slice"), "{list}");
@@ -577,8 +568,7 @@ fn clients_before_volta_are_counted_by_the_control_daemon() {
     assert_eq!(none["memory_used"], 0);
 }
 
-/// The service does not look at the clients of an idle GPU until a caller asks for them. The service looks at a GPU at most
-/// once a second, however often callers ask.
+/// The service asks NVML for the clients of an idle GPU only when a caller wants them, and then at most once a second.
 #[test]
 fn who_asks_for_the_slices_gets_the_clients_as_they_are() {
     let mut host = Host::new("h200");
@@ -601,7 +591,6 @@ fn who_asks_for_the_slices_gets_the_clients_as_they_are() {
     assert!(looks() - before <= most, "{} looks in {:?}", looks() - before, began.elapsed());
 }
 
-/// A control daemon that the service has not started, in the service's pipe directory.
 fn foreign_control_daemon(host: &Host) -> Client {
     let pipe = host.path("mps/pipe");
     fs::create_dir_all(&pipe).unwrap();
@@ -614,8 +603,8 @@ fn foreign_control_daemon(host: &Host) -> Client {
     foreign
 }
 
-/// The platform's control daemon runs on the platform's host with two jobs: the jobs compute, the service waits for them, and
-/// nothing counts as a failure.
+/// A foreign control daemon with two jobs runs where the service wants to start its own. The service waits for these jobs, and
+/// counts no failure.
 #[test]
 fn a_planned_wait_is_no_failure() {
     let mut host = Host::new("tesla-p40");
@@ -626,14 +615,14 @@ fn a_planned_wait_is_no_failure() {
         control_daemon(status)["state"] == "waiting" && status["service"]["state"] != "starting"
     });
     assert_eq!(status["service"]["state"], "degraded", "{status:#}");
-    // For a moment at each attempt to start the control daemon, its state is not "waiting". So the commands are repeated.
+    // The state is not "waiting" during each attempt to start the control daemon, so the test repeats the commands.
     let said = |arguments: &[&str], words: &str| {
         wait_for(words, || Some(text(&host.mpsctl(arguments))).filter(|said| said.contains(words)))
     };
     let table = said(&["clients"], " serves 2 clients");
     assert!(table.starts_with("No clients of this service: "), "{table}");
-    // The reason says how to end the foreign control daemon. Before Volta NVML does not list the clients of the foreign
-    // control daemon, so the reason names no command that lists clients.
+    // The reason says how to end the foreign control daemon. Before Volta, no command of the service can list its clients, so
+    // the reason names none.
     let root = host.path("sysroot").display().to_string();
     let advice = said(&["doctor", "--sysroot", &root], "control-daemon-waiting");
     assert!(!advice.contains("lists them"), "{advice}");
@@ -643,7 +632,6 @@ fn a_planned_wait_is_no_failure() {
     drop(foreign);
 }
 
-/// A change of the isolation that waits for the clients of the former control daemon is no failure.
 #[test]
 fn a_change_of_the_isolation_that_waits_is_no_failure() {
     let host = Host::serving("h200");
@@ -660,8 +648,6 @@ fn a_change_of_the_isolation_that_waits_is_no_failure() {
     assert!(!host.log().contains("failed"), "{}", host.log());
 }
 
-/// While a foreign control daemon in the pipe directory has clients, the service waits for it, and lists these clients. The
-/// clients are listed.
 #[test]
 fn the_clients_of_a_foreign_control_daemon_are_listed() {
     let mut host = Host::new("h200");
@@ -671,7 +657,7 @@ fn the_clients_of_a_foreign_control_daemon_are_listed() {
     host.wait_for_status("a service that waits", |status| control_daemon(status)["state"] == "waiting");
     let theirs = wait_for("the client", || host.listed(client.id()));
     assert_eq!((&theirs["bypass"], &theirs["memory_mib"]), (&json!(false), &json!(580)));
-    // For a moment at each attempt to start the control daemon, its state is not "waiting". So the command is repeated.
+    // The state is not "waiting" during each attempt to start the control daemon, so the test repeats the command.
     wait_for("the status", || {
         succeeded(&host.mpsctl(&["status"])).contains(", and has 1 client").then_some(())
     });
@@ -686,8 +672,8 @@ fn a_long_command_leaves_room_for_user_and_age() {
     let directory = host.path(&"a".repeat(100));
     fs::create_dir_all(&directory).unwrap();
     let program = directory.join("cuda-client");
-    // `cp` writes the file. If the test process itself wrote the program, a child that another thread forks meanwhile could
-    // have the file open, and the kernel would refuse to execute it.
+    // `cp` writes the program. If the test process itself wrote it, a child that another thread forks meanwhile would have the
+    // file open for writing. The kernel would then refuse to execute the file.
     let copied = Command::new("cp").arg(host.path("bin/cuda-client")).arg(&program).status().unwrap();
     assert!(copied.success());
     let mut command = host.command(&program);

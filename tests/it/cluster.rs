@@ -1,4 +1,5 @@
-//! The parts of `make cluster`, a test on a real Kubernetes cluster, that run without the programs of Kubernetes.
+//! Tests the parts of `make cluster` that need no program of Kubernetes. `make cluster` itself tests the service on a real
+//! Kubernetes cluster.
 
 use std::fs;
 use std::os::unix::fs::PermissionsExt;
@@ -8,10 +9,10 @@ use std::process::{Command, Output};
 use crate::support::host::{binaries, succeeded, text};
 use crate::support::node::messages;
 
-/// The place of the systemd units in the folder with the files of the cluster's systemd-nspawn machine.
+/// The directory of the systemd units, below the directory with the files of the cluster's machine.
 const UNITS: &str = "etc/systemd/system";
 
-/// The programs that have to be in the directory that the variable `KUBERNETES` names.
+/// The programs that the directory in the variable `KUBERNETES` must contain.
 const PROGRAMS: [&str; 13] = [
     "bridge",
     "containerd",
@@ -44,7 +45,8 @@ fn program(folder: &Path, name: &str, mode: u32) {
     fs::set_permissions(&path, fs::Permissions::from_mode(mode)).unwrap();
 }
 
-/// The messages of `run.py --check` about missing things, except for the messages about root and openssl.
+/// Returns the messages of `run.py --check` about missing programs and packages. Messages about root and openssl, which depend
+/// on the machine, are left out.
 fn missing(programs: Option<&Path>, packages: &Path) -> Vec<String> {
     let mut check = python(&cluster("run.py"));
     check.arg("--check").env_remove("KUBERNETES").env("PACKAGES", packages);
@@ -76,7 +78,7 @@ fn exactly_the_missing_programs_are_named_with_their_origins() {
 
     fs::remove_file(programs.join("kube-scheduler")).unwrap();
     fs::remove_file(programs.join("kubectl")).unwrap();
-    // Without the permission to execute, runc counts as missing.
+    // A file without the permission to execute counts as missing.
     program(&programs, "runc", 0o644);
     fs::remove_file(packages.join("yunion-mps-device-plugin_1.0.0_amd64.deb")).unwrap();
     let (programs_shown, packages_shown) = (programs.display(), packages.display());
@@ -90,7 +92,6 @@ fn exactly_the_missing_programs_are_named_with_their_origins() {
     assert_eq!(missing(Some(&programs), &packages), expected);
 }
 
-/// `make cluster` names all programs and packages that are missing before it installs or builds anything.
 #[test]
 fn make_cluster_without_the_programs_says_first_what_it_wants() {
     let root = Path::new(env!("CARGO_MANIFEST_DIR"));
@@ -121,19 +122,17 @@ fn a_wrong_name_of_a_trial_is_answered_with_all_of_them() {
     assert!(said.contains(all), "{said}");
 }
 
-/// The files of the cluster's systemd-nspawn machine, made without any program of Kubernetes.
 fn dry_run() -> tempfile::TempDir {
     let folder = tempfile::tempdir().unwrap();
     succeeded(&python(&cluster("run.py")).arg("--dry-run").arg(folder.path()).output().unwrap());
     folder
 }
 
-/// The complaints of systemd about the units of the cluster's systemd-nspawn machine.
 fn complaints(units: &Path, names: &[String]) -> Vec<String> {
     let mut verify = Command::new("systemd-analyze");
     verify.args(["verify", "--man=no"]).args(names.iter().map(|name| units.join(name)));
     let said = text(&verify.output().unwrap());
-    // Complaints about units of the host that runs the tests do not count.
+    // systemd-analyze also complains about units of the host that runs the test. These complaints do not count.
     let own = |line: &&str| names.iter().any(|name| line.contains(name.as_str()));
     said.lines().filter(own).map(str::to_owned).collect()
 }
@@ -174,8 +173,8 @@ fn systemd_has_no_complaint_about_the_units_of_the_machine() {
     assert!(found.iter().any(|line| line.contains("Restrat")), "{found:?}");
 }
 
-/// Reads each configuration file with a parser of its language, and prints the values in which the configuration files must
-/// agree.
+/// A Python program that reads each configuration file with a parser of its language. It prints the values in which these files
+/// must agree.
 const READ: &str = r#"
 import json, pathlib, sys, tomllib, yaml
 etc = pathlib.Path(sys.argv[1], "etc")
@@ -205,20 +204,19 @@ fn the_configuration_of_the_machine_is_read_by_parsers_of_other_makes() {
          [('admin', 'admin'), ('controller-manager', 'system:kube-controller-manager'), \
          ('kubelet', 'system:node:gpu1'), ('scheduler', 'system:kube-scheduler')]\n"
     );
-    // The cluster's trial of rolling updates uses the RuntimeClass in runtime-class.yaml.
+    // One trial of the cluster, a rolling update, uses the RuntimeClass in this file.
     let class = fs::read_to_string(files.path().join("opt/cluster/manifests/runtime-class.yaml")).unwrap();
     assert!(class.contains("\nhandler: yunion-mps\n"), "{class}");
     assert_eq!(fs::read_link(files.path().join("opt/cni/bin")).unwrap(), Path::new("/opt/kubernetes"));
 }
 
-/// The trials of the cluster test run against a cluster in memory: against a correct cluster, and against a cluster with each
-/// defect that the trials should find.
+/// Runs the trials of `make cluster` on a cluster in memory. They must succeed on a correct cluster, and fail for each defect
+/// that they are meant to find.
 #[test]
 fn the_trials_hold_on_a_cluster_as_it_has_to_be_and_find_its_defects() {
     succeeded(&python(&cluster("test_journey.py")).output().unwrap());
 }
 
-/// Kubernetes' own types accept the objects that the trials of the cluster test create.
 #[test]
 fn the_trials_create_objects_of_kubernetes() {
     let test = cluster("test_journey.py");
@@ -232,7 +230,7 @@ fn the_trials_create_objects_of_kubernetes() {
     assert_eq!(kinds.join(" "), expected);
 }
 
-/// Scripts that run only on the cluster's systemd-nspawn machine are checked without running them.
+/// The scripts that run only on the cluster's machine are checked for syntax errors.
 #[test]
 fn the_scripts_of_the_machine_are_well_formed() {
     let shell = cluster("root/usr/local/sbin/node-prepare");

@@ -1,4 +1,4 @@
-//! The completion of yunion-mpsctl command lines in real shells: bash, zsh and fish, with the installed completion files.
+//! Tests the completion of yunion-mpsctl's command lines in bash, zsh and fish, with the installed completion files.
 
 use crate::support::host::mpsctl;
 use std::collections::BTreeSet;
@@ -15,7 +15,7 @@ fn script(name: &str) -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("packaging/completions").join(name)
 }
 
-/// A host with one GPU in four slices, and yunion-mpsctl in PATH.
+/// A host with one GPU in four slices, and yunion-mpsctl in its `PATH`.
 fn host() -> Host {
     let mut host = Host::new("h200");
     host.prefer(&binaries());
@@ -24,7 +24,7 @@ fn host() -> Host {
     host
 }
 
-/// A shell on a terminal, into which a test types keys. The shell ends when this value is dropped.
+/// A shell on a terminal. Tests type keys into it and read its screen.
 struct Shell {
     script: Child,
     keys: ChildStdin,
@@ -32,7 +32,8 @@ struct Shell {
 }
 
 impl Shell {
-    /// Starts the shell, and types `preparation`, after which the shell must print its present command line at Ctrl-X Ctrl-P.
+    /// Starts a shell, and types the commands `preparation`. After these, the shell must print its current command line when it
+    /// gets Ctrl-X Ctrl-P.
     fn start(host: &Host, command: &str, preparation: &str) -> Self {
         let mut script = host.command("script");
         script.args(["-qec", command, "/dev/null"]).env("SHELL", "/bin/sh").env("TERM", "xterm");
@@ -49,8 +50,7 @@ impl Shell {
         let mut shell = Self { script, keys, screen };
         shell.press(&format!("{preparation}; printf 'REA''DY\\n'\n"));
         shell.wait_for("READY");
-        // The terminal has shown the typed preparation, which contains the text for which `line` waits. So the recorded
-        // screen is cleared.
+        // The screen now has the typed preparation, which contains the text that `line` waits for. So the screen is cleared.
         shell.screen.lock().unwrap().clear();
         shell
     }
@@ -67,7 +67,7 @@ impl Shell {
         })
     }
 
-    /// Types these keys, and returns the shell's command line.
+    /// Types `keys`, and returns the command line that the shell then has.
     fn line(&mut self, keys: &str) -> String {
         self.press(keys);
         self.press("\u{18}\u{10}");
@@ -75,7 +75,7 @@ impl Shell {
             let shown = self.wait_for("LINE=");
             shown.split_once('$').map(|(line, _)| line.to_owned())
         });
-        // Ctrl-U clears the command line, so that the next command line begins empty.
+        // Ctrl-U clears the command line for the next test.
         self.screen.lock().unwrap().clear();
         self.press("\u{15}");
         line
@@ -89,8 +89,7 @@ impl Drop for Shell {
     }
 }
 
-/// Typed keys, and the command line that the shell shows after completing them. In the typed keys, `^` stands for the
-/// tabulator key.
+/// Typed keys, and the command line that follows. `^` stands for the tabulator key.
 const TYPED: [(&str, &str); 10] = [
     ("yunion-mpsctl dr^", "yunion-mpsctl drain "),
     ("yunion-mpsctl run 00:0^-2^", "yunion-mpsctl run 00:06.0-2 "),
@@ -133,7 +132,6 @@ fn zsh_completes_what_is_typed() {
     type_all(&mut zsh);
 }
 
-/// The words that fish offers for completing a command line.
 fn fish(host: &Host, line: &str) -> BTreeSet<String> {
     let asked =
         format!("source '{}'; complete --do-complete '{line}'", script("yunion-mpsctl.fish").display());
@@ -161,7 +159,7 @@ fn fish_offers_what_fits() {
     }
 }
 
-/// The words that yunion-mpsctl offers to the completion scripts of the shells, each with its meaning.
+/// Returns the words that yunion-mpsctl offers to the shells, each with its meaning.
 fn offered(command: &mut Command, words: &[&str]) -> Vec<(String, String)> {
     let output = command.args(["complete-words", "yunion-mpsctl"]).args(words).output().unwrap();
     assert!(output.status.success() && output.stderr.is_empty(), "{words:?}: {}", text(&output));
@@ -171,7 +169,6 @@ fn offered(command: &mut Command, words: &[&str]) -> Vec<(String, String)> {
     lines.lines().map(pair).collect()
 }
 
-/// The completion offers every option of every subcommand.
 #[test]
 fn every_subcommand_and_every_option_is_offered() {
     let program = || Command::new(mpsctl());
@@ -226,7 +223,7 @@ fn a_service_that_is_not_there_or_hangs_is_not_waited_for() {
     .unwrap();
     let begun = Instant::now();
     assert_eq!(offered(&mut host.command("yunion-mpsctl"), &["drain", "0"]), []);
-    // The completion waits at most a second for the service, and the rest of the limit is for a busy machine.
+    // The completion waits at most a second for the service. The rest of the limit is for a busy machine.
     assert!(begun.elapsed() < Duration::from_secs(8), "{:?}", begun.elapsed());
     host.stop_bus();
     assert_eq!(offered(&mut host.command("yunion-mpsctl"), &["drain", "0"]), []);

@@ -1,5 +1,4 @@
-//! The service binds control daemons and their servers to the CPUs near their GPUs. The /sys of a simulated GPU can name any
-//! CPUs of this machine.
+//! Tests that control daemons and their servers run on the CPUs near their GPUs. A simulated /sys can name any CPUs as near.
 
 use std::fs;
 
@@ -14,17 +13,16 @@ use crate::support::wait::wait_for;
 
 const AUTO: &str = "cuda_mps_cpu_affinity: auto";
 
-/// The number of a CPU that no machine has on which these tests run.
+/// A CPU number that no machine has on which these tests run.
 const STRANGER: &str = "1023";
 
-/// The CPUs of a process, in the kernel's spelling.
 fn allowed(pid: impl std::fmt::Display) -> String {
     let status = fs::read_to_string(format!("/proc/{pid}/status")).unwrap();
     let line = status.lines().find_map(|line| line.strip_prefix("Cpus_allowed_list:")).unwrap();
     line.trim().to_owned()
 }
 
-/// CPU numbers as a list in the kernel's spelling, such as `0-3,8`.
+/// Writes CPU numbers as the kernel does, such as `0-3,8`.
 fn spelt(cpus: &[usize]) -> String {
     let groups = cpus.chunk_by(|one, next| one + 1 == *next);
     let words = groups.map(|group| match group {
@@ -35,7 +33,8 @@ fn spelt(cpus: &[usize]) -> String {
     words.collect::<Vec<_>>().join(",")
 }
 
-/// The CPUs of this machine in two parts, in the kernel's spelling.
+/// Divides the CPUs of this machine into two lists. Returns None if the test may not use at least two CPUs and all CPUs of the
+/// machine.
 fn two_parts(what: &str) -> Option<[String; 2]> {
     let set = sched_getaffinity(None).unwrap();
     let cpus: Vec<usize> = (0..CpuSet::MAX_CPU).filter(|cpu| set.is_set(*cpu)).collect();
@@ -48,25 +47,21 @@ fn two_parts(what: &str) -> Option<[String; 2]> {
 }
 
 impl Host {
-    /// Makes the simulated /sys say which CPUs are near a GPU.
     fn near(&self, address: &str, cpus: &str) {
         fs::write(self.file(&format!("/sys/bus/pci/devices/{address}/local_cpulist")), cpus).unwrap();
     }
 
-    /// The value of `YUNION_MPS_CPUS` in the environment of a container with a slice.
     fn told(&self, device: &str) -> Value {
         self.container_of(device)["environment"]["YUNION_MPS_CPUS"].clone()
     }
 }
 
-/// A host with one GPU, near these CPUs.
 fn one_gpu(cpus: &str) -> Host {
     let host = Host::new("h200");
     host.near("0000:00:06.0", cpus);
     host
 }
 
-/// A host with two GPUs, each near a part of the CPUs.
 fn two_gpus(parts: &[String; 2]) -> Host {
     let host = Host::new("h200x8");
     let entry = |number| format!("path: /dev/dri/renderD{number}, type: NVIDIA_MPS, virtual_number: 2");
@@ -76,7 +71,7 @@ fn two_gpus(parts: &[String; 2]) -> Host {
     host
 }
 
-/// Fails unless a control daemon and its only server may run on these CPUs, and on no other CPUs.
+/// Fails unless the control daemon and its only server may run on exactly these CPUs.
 fn assert_on(daemon: &Value, cpus: &str) {
     let servers = daemon["servers"].as_array().unwrap();
     assert_eq!(servers.len(), 1, "{daemon:#}");
@@ -85,7 +80,6 @@ fn assert_on(daemon: &Value, cpus: &str) {
     }
 }
 
-/// The text of `yunion-mpsctl status`.
 fn shown(host: &Host) -> String {
     text(&host.mpsctl(&["status"]))
 }
@@ -111,8 +105,8 @@ fn each_control_daemon_and_its_server_run_near_their_gpu() {
     assert_eq!(host.stop().code(), Some(0));
 }
 
-/// Each superchip of a Grace host has a GPU and the CPUs near it. The machine of the test may lack these CPUs, and then no
-/// control daemon is bound to CPUs.
+/// On a Grace host, each superchip has a GPU and the CPUs near it. The test machine may lack these CPUs, and then the service
+/// binds no control daemon to CPUs.
 #[test]
 fn a_container_with_a_slice_of_a_superchip_gets_the_cpus_of_that_superchip() {
     let mut host = Host::new("gh200x4");
@@ -137,8 +131,8 @@ fn by_default_nothing_is_bound() {
     assert_eq!(host.stop().code(), Some(0));
 }
 
-/// A control daemon of several GPUs may run on the CPUs near any of its GPUs. If these CPUs are all CPUs of the machine, the
-/// control daemon is not bound to CPUs.
+/// A control daemon of several GPUs may run on the CPUs near any of these GPUs. If these are all CPUs, the service does not
+/// bind the control daemon.
 #[test]
 fn a_shared_control_daemon_runs_near_all_its_gpus() {
     let Some(parts) = two_parts("binding to CPUs") else { return };
@@ -164,8 +158,8 @@ fn a_shared_control_daemon_runs_near_all_its_gpus() {
     assert_eq!(host.stop().code(), Some(0));
 }
 
-/// If the list of near CPUs in /sys is of no use, the service serves the GPU nevertheless, on all CPUs that the service may
-/// use.
+/// Without a usable list of near CPUs, the service serves the GPU on all CPUs that the service may use. If the service may use
+/// only a part of the list, it uses this part.
 #[test]
 fn a_list_that_is_of_no_use_binds_nothing() {
     let Some(parts) = two_parts("binding to CPUs") else { return };
@@ -175,7 +169,7 @@ fn a_list_that_is_of_no_use_binds_nothing() {
         ("many", &all, None),
         ("0-4294967295", &all, None),
         (all.as_str(), &all, None),
-        // In the first row the service may use no CPU of the list, and in the second row only one part of the list.
+        // In the first row, the service may use no CPU of the list. In the second row, it may use one of the two parts.
         (STRANGER, &all, Some(STRANGER.to_owned())),
         (&format!("{},{STRANGER}", parts[0]), &parts[0], Some(format!("{},{STRANGER}", parts[0]))),
     ] {
@@ -195,8 +189,7 @@ fn a_list_that_is_of_no_use_binds_nothing() {
     }
 }
 
-/// A change of the key for the CPUs needs a new control daemon, which starts after the clients of the present control daemon
-/// have ended.
+/// A changed `cuda_mps_cpu_affinity` needs a new control daemon, which starts when the present one has no clients.
 #[test]
 fn a_changed_key_waits_for_clients() {
     let Some(parts) = two_parts("binding to CPUs") else { return };
@@ -219,8 +212,7 @@ fn a_changed_key_waits_for_clients() {
     let bound = host.wait_for_state("ready");
     assert_ne!(control_pid(&bound), control_pid(&before));
     assert_on(control_daemon(&bound), &parts[0]);
-    // A reload without a change needs no new control daemon. Setting the key back to its former value needs a new control
-    // daemon.
+    // A reload without a change starts no new control daemon. A reload that sets the key back does.
     host.reload();
     assert_eq!(control_pid(&host.wait_for_state("ready")), control_pid(&bound));
     host.configure("cuda_mps_cpu_affinity: none");
@@ -231,8 +223,8 @@ fn a_changed_key_waits_for_clients() {
     assert_eq!(host.stop().code(), Some(0));
 }
 
-/// A service that starts takes a running control daemon over with the CPUs of that control daemon, no matter which program
-/// has chosen the CPUs.
+/// The service takes over a control daemon that another program has bound to other CPUs. The status shows the CPUs that are in
+/// force.
 #[test]
 fn a_take_over_shows_the_cpus_in_force() {
     let Some(parts) = two_parts("binding to CPUs") else { return };
@@ -256,8 +248,7 @@ fn a_take_over_shows_the_cpus_in_force() {
     let both = format!("{} (wanted: {})", parts[1], parts[0]);
     assert!(shown(&host).contains(&both), "{}", shown(&host));
 
-    // Another program has bound the control daemon to all CPUs. The service's next check finds these CPUs, and the status
-    // shows them.
+    // Another program binds the control daemon to all CPUs while the service runs. The next health check notices this change.
     sched_setaffinity(pid, &all).unwrap();
     host.reload();
     wait_for("all CPUs", || {

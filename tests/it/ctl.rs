@@ -1,4 +1,4 @@
-//! Tests of the program yunion-mpsctl on a private D-Bus.
+//! Tests of yunion-mpsctl on a private D-Bus.
 
 use crate::support::host::mpsctl;
 use std::process::Stdio;
@@ -137,7 +137,7 @@ async fn env_speaks_shell_docker_and_json() {
     let pipe = pipe.to_str().unwrap();
     let service = Service::start(odd).await;
     let shell = printed(&mut ctl(&service.bus, &["env", "00:06.0-1"])).await;
-    // A shell that runs the output of `env` sets the variables to exactly the expected values.
+    // A shell that executes the output of `env` gets exactly the expected values, special characters included.
     let script = format!("{shell}printf '%s\\n' \"$CUDA_MPS_PIPE_DIRECTORY\" \"$CUDA_VISIBLE_DEVICES\"");
     let values = printed(Command::new("sh").args(["-c", &script])).await;
     assert_eq!(values, format!("{pipe}\n{P40}\n"));
@@ -195,8 +195,8 @@ async fn env_speaks_podman_compose_and_cdi() {
         ]
     );
 
-    // A YAML parser reads exactly the expected values from the output of `env`, and Compose later replaces "$$" by "$". The
-    // YAML parser must not read the address of a GPU as a number.
+    // A YAML parser reads exactly the expected values, in which Compose later replaces `$$` by `$`. Without quotes, YAML would
+    // read a GPU's address as a number.
     let (_, compose, _) = env(&["00:06.0", "--format", "compose"]).await;
     let read = "import json, sys, yaml; json.dump(yaml.safe_load(sys.stdin), sys.stdout)";
     let script = format!("cat <<'END' | /usr/bin/python3 -c '{read}'\n{compose}END\n");
@@ -241,8 +241,8 @@ async fn env_speaks_podman_compose_and_cdi() {
     }
 }
 
-/// Two slices of one GPU count as one slice, and `env` warns a user who asks for two. Otherwise the answer of `env` for two
-/// slices of one GPU is the same as for one slice.
+/// `env` and `run` warn a user who asks for two slices of one GPU. Apart from the names, the output is that for one slice,
+/// since MPS can't join slices.
 #[tokio::test]
 async fn slices_of_one_gpu_are_said_to_be_one_slice() {
     const WARNING: &str = "yunion-mpsctl: warning: 00:06.0-1 and 00:06.0-2 are slices of one GPU, and MPS \
@@ -281,7 +281,7 @@ async fn exit_statuses_say_what_happened() {
         assert_eq!((status, out.as_str()), (Some(3), ""), "{arguments:?}: {err}");
         assert!(err.contains("systemctl start yunion-mps-daemon"), "{err}");
     }
-    // `check` and `doctor` check the host without a running service. In this test the host is an empty root directory.
+    // `check` and `doctor` work without a service. Here they check an empty root directory.
     let root = tempfile::tempdir().unwrap();
     let root = root.path().to_str().unwrap();
     let (status, out, err) = ended(&mut ctl(&empty, &["check", "--sysroot", root])).await;
@@ -319,7 +319,8 @@ async fn exit_statuses_say_what_happened() {
     );
 }
 
-/// A script that uses the output of a failed `env` without checking the exit status starts no program without a slice.
+/// The output of a failed `env` is such that a script fails with it. Otherwise a script without error checks would start its
+/// program without a slice.
 #[tokio::test]
 async fn the_reader_of_an_env_that_fails_refuses_its_answer() {
     let empty = PrivateBus::start();
@@ -393,7 +394,7 @@ async fn a_reader_that_leaves_is_no_error() {
     }
 }
 
-/// A script that stops reading the output of a failing command finds the failure in the exit status.
+/// If no process reads the output of a failing command, the exit status still shows the failure.
 #[tokio::test]
 async fn a_reader_that_leaves_does_not_change_the_answer() {
     let bus = PrivateBus::start();
@@ -463,7 +464,7 @@ async fn run_gives_the_environment_and_returns_the_exit_status() {
 async fn run_passes_signals_on() {
     let (board, _directory) = with_socket(p40_board());
     let mut service = Service::start(board).await;
-    // The service of this test answers no requests, so `run` can't have the GPU work of its command ended.
+    // `run` asks the service to end the GPU work of its command. The service of this test answers no request.
     service.requests.close();
     for (signal, name) in [(Signal::TERM, "TERM"), (Signal::INT, "INT"), (Signal::HUP, "HUP")] {
         let script =
@@ -481,8 +482,8 @@ async fn run_passes_signals_on() {
     }
 }
 
-/// `run` passes signals such as SIGUSR1, to which a program gives its own meaning, to the command, and to no process that the
-/// command has started.
+/// `run` passes signals with a meaning of the program's own, such as SIGUSR1, to its command only, and not to the children of
+/// the command.
 #[tokio::test]
 async fn run_passes_signals_on_that_mean_something() {
     let (board, _directory) = with_socket(p40_board());
@@ -500,14 +501,14 @@ async fn run_passes_signals_on_that_mean_something() {
     kill_process(pid, Signal::USR1).unwrap();
     assert_eq!(line().await.as_deref(), Some("got it"));
     assert_eq!(line().await.as_deref(), Some("lives"));
-    // The command that `run` has started does not handle SIGUSR2, so the signal ends the command.
+    // The command does not handle SIGUSR2, so the signal ends it. `run` returns the status for this end.
     end(pid);
     let status = timeout(DEADLINE, run.wait()).await.unwrap().unwrap();
     assert_eq!(status.code(), Some(128 + Signal::USR2.as_raw()));
     assert_eq!(line().await, None);
 }
 
-/// The commands report a bus that accepts connections and never answers.
+/// The bus accepts connections but never answers. The commands end with a message.
 #[tokio::test]
 async fn a_bus_that_hangs_is_told() {
     let directory = tempfile::tempdir().unwrap();

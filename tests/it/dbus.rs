@@ -1,4 +1,4 @@
-//! The D-Bus interface as independent clients see it: busctl, gdbus and python.
+//! Tests of the D-Bus interface with programs of other projects: busctl, gdbus and Python.
 
 use crate::support::host::mpsctl;
 use std::collections::HashMap;
@@ -35,7 +35,7 @@ const MANAGER: &str = "/io/yunion/Mps1/Manager";
 const SLICE: &str = "/io/yunion/Mps1/devices/_00_06_0_1";
 const GPU: &str = "/io/yunion/Mps1/gpus/GPU_76aef7ff_372d_2432_b4b4_beca4d8d3400";
 
-/// The keys that the D-Bus interface publishes for a slice as well as for its GPU, each value with its D-Bus type.
+/// The keys that a slice and its GPU have in common, each with its D-Bus type and value.
 fn golden_common() -> Value {
     json!({
         "base_addr": ["s", "00:06.0"],
@@ -106,7 +106,7 @@ fn golden_gpu() -> Value {
     }))
 }
 
-/// Expected values without their D-Bus types.
+/// Removes the D-Bus types from expected values.
 fn plain(golden: &Value) -> Value {
     match golden {
         Value::Array(pair) if pair.len() == 2 && pair[0].is_string() => plain(&pair[1]),
@@ -116,7 +116,7 @@ fn plain(golden: &Value) -> Value {
     }
 }
 
-/// Changes the keys of a dictionary to the names of D-Bus properties: `base_addr` becomes `BaseAddr`.
+/// Renames the keys of a dictionary to D-Bus properties: `base_addr` becomes `BaseAddr`.
 fn camel(golden: &Value) -> Value {
     let name = |key: &str| {
         let words = key.split('_').map(|word| word[..1].to_uppercase() + &word[1..]);
@@ -137,7 +137,7 @@ fn typed(busctl: &Value) -> Value {
     }
 }
 
-/// Calls a method of the Manager with busctl, and returns the D-Bus signature and the values of the answer.
+/// Calls a method of the Manager with busctl. Returns the D-Bus signature and the values of the answer.
 async fn busctl(bus: &PrivateBus, method: &str, arguments: &[&str]) -> (String, Value) {
     busctl_at(bus, MANAGER, "io.yunion.Mps1.Manager", method, arguments).await
 }
@@ -155,7 +155,7 @@ async fn busctl_at(
     (answer["type"].as_str().unwrap().to_owned(), typed(&answer["data"]))
 }
 
-/// Calls a method of the Manager with gdbus, which names the error of a call that fails.
+/// Makes a command that calls a method of the Manager with gdbus. gdbus prints the name of a D-Bus error.
 fn gdbus(bus: &PrivateBus, method: &str, arguments: &[&str]) -> Command {
     let mut command = bus.command("gdbus");
     command.args(["call", "--system", "--dest", NAME, "--object-path", MANAGER, "--method"]);
@@ -163,7 +163,8 @@ fn gdbus(bus: &PrivateBus, method: &str, arguments: &[&str]) -> Command {
     command
 }
 
-/// Runs a python program that finds `bus`, `manager` and `plain` (D-Bus values as JSON knows them).
+/// Runs a Python program. Its variables are `bus`, `manager`, and the function `plain`, which converts D-Bus values to JSON
+/// values.
 async fn python(bus: &PrivateBus, program: &str) -> Value {
     let prelude = r#"
 import json, sys
@@ -187,7 +188,7 @@ manager = dbus.Interface(bus.get_object("io.yunion.Mps1", "/io/yunion/Mps1/Manag
     serde_json::from_str(&printed(&mut command).await).unwrap()
 }
 
-/// A running `busctl monitor` that prints the signals of the service, as `[path, interface, member, body]`.
+/// A running `busctl monitor`. It prints each signal of the service, which the test reads as `[path, interface, member, body]`.
 struct Monitor {
     busctl: Child,
     output: ChildStdout,
@@ -214,7 +215,7 @@ impl Monitor {
         Self { busctl, output, unread: Vec::new() }
     }
 
-    /// Waits for the next signal. busctl prints its JSON texts without anything between them.
+    /// Waits for the next signal. busctl prints JSON texts without separators.
     async fn signal(&mut self) -> Value {
         loop {
             let mut texts = serde_json::Deserializer::from_slice(&self.unread).into_iter::<Value>();
@@ -230,7 +231,7 @@ impl Monitor {
         }
     }
 
-    /// All signals up to and including the first signal with this name.
+    /// Returns all signals up to the first one with the name `member`.
     async fn until(&mut self, member: &str) -> Vec<Value> {
         let mut signals = Vec::new();
         loop {
@@ -242,7 +243,6 @@ impl Monitor {
     }
 }
 
-/// The Snapshot with a change of its only GPU, as a new generation.
 fn changed(snapshot: &Snapshot, change: impl FnOnce(&mut GpuView)) -> Snapshot {
     let mut new = snapshot.clone();
     new.generation += 1;
@@ -261,7 +261,7 @@ async fn busctl_gets_the_golden_devices_with_their_types() {
     assert_eq!(gpus, json!([[golden_gpu()]]));
 }
 
-/// A D-Bus client that chooses the serial numbers and the byte order of its calls itself.
+/// A D-Bus client that chooses the serial number and the byte order of each call.
 struct Caller {
     connection: zbus::Connection,
     heard: zbus::MessageStream,
@@ -295,7 +295,7 @@ impl Caller {
     }
 }
 
-/// The service keeps large answers for later calls, separately for little-endian and big-endian callers.
+/// The service caches large answers, separately for little-endian and big-endian callers.
 #[tokio::test]
 async fn a_list_has_the_order_of_bytes_of_its_caller() {
     let service = Service::start(p40_board()).await;
@@ -380,7 +380,7 @@ async fn what_is_not_known_is_left_out() {
         "drained": ["b", false],
         "served": ["b", false],
         "healthy": ["b", false],
-        // A NUL in a string would make the bus close the connection, so the service replaces a NUL by U+FFFD.
+        // The bus closes a connection that sends a string with a NUL. So the service replaces NUL by U+FFFD.
         "reason": ["s", "GPU is lost\u{fffd}"],
         "pipe_directory": ["s", "/tmp/nvidia-mps/pipe"],
         "isolation": ["s", "gpu"],
@@ -388,7 +388,6 @@ async fn what_is_not_known_is_left_out() {
     });
     assert_eq!(devices, json!([[expected]]));
 
-    // The JSON of yunion-mpsctl has every key that the schemas require.
     for (schema, arguments) in
         [("list", vec!["list", "--json"]), ("list-gpus", vec!["list", "--gpus", "--json"])]
     {
@@ -483,7 +482,7 @@ async fn before_the_first_plan_nothing_is_claimed() {
     }
     assert_eq!(busctl(&service.bus, "ListControlDaemons", &[]).await.1, json!([[]]));
 
-    // The service knows that it serves no GPUs, so `ListDevices` answers with an empty list and not with an error.
+    // The service now knows that it serves no GPU. So the list is empty, and no longer an error.
     service.publish(Snapshot { gpus: Some(Vec::new()), generation: 1, ..starting() }).await;
     assert_eq!(busctl(&service.bus, "ListDevices", &[]).await.1, json!([[]]));
 }
@@ -528,7 +527,6 @@ print(json.dumps([
     );
 }
 
-/// A client in a container of a guest.
 fn worker() -> ClientView {
     let client = KnownClient {
         user: Some("worker".to_owned()),
@@ -609,8 +607,8 @@ async fn requests_reach_the_daemon_and_its_answers_come_back() {
         }
     }
 
-    // The test drops the first request without an answer. After the first request the test drops the receiver, so no more
-    // requests are received.
+    // The test drops the first request without an answer, and then the receiver of all requests. Both callers get the same
+    // error.
     let drops = async { drop(requests.recv().await) };
     let mut reload = gdbus(bus, "Control.Reload", &[]);
     let complaint = tokio::join!(complained(&mut reload), drops).0;
@@ -722,7 +720,7 @@ async fn changes_are_told_once_and_nothing_else_is() {
     expected.push(json!([MANAGER, "io.yunion.Mps1.Manager", "DevicesChanged", [2]]));
     assert_eq!(monitor.until("DevicesChanged").await, expected);
 
-    // Neither the same Snapshot again nor a change that no property shows causes a signal.
+    // A Snapshot without a change, or with a change that no property shows, causes no signal.
     let mut quiet = sick.clone();
     quiet.events = Events::default();
     service.publish(sick).await;
@@ -732,14 +730,13 @@ async fn changes_are_told_once_and_nothing_else_is() {
     let fault = json!([MANAGER, "io.yunion.Mps1.Manager", "ClientFault", body]);
     assert_eq!(monitor.until("ClientFault").await, [fault]);
 
-    // The properties of the slice have the values that the signals have reported.
     let properties = ["org.freedesktop.DBus.Properties", "GetAll", "s", "io.yunion.Mps1.Device"];
     let (_, all) = busctl_at(&service.bus, SLICE, properties[0], properties[1], &properties[2..]).await;
     assert_eq!(all[0]["Healthy"], json!(["b", false]));
 }
 
-/// Clients and their memory change all the time. No signal reports a change of clients or of their memory, and each caller
-/// gets the present values.
+/// Signals report overuse. Changes of clients and memory cause no signal, since they are too frequent; each call returns their
+/// present values.
 #[tokio::test]
 async fn overuse_is_told_and_use_is_not() {
     let used = |clients, overuse: &str| {
@@ -791,8 +788,7 @@ async fn introspection_equals_the_documented_interfaces() {
     }
 }
 
-/// Every member of a D-Bus interface as a line, with the names, types and directions of its arguments, its access and its
-/// annotations.
+/// Returns a line for each member of a D-Bus interface, with its arguments, access and annotations.
 async fn members(interface: &str, xml: &str) -> Vec<String> {
     let program = r#"
 import sys, xml.etree.ElementTree as tree
@@ -878,14 +874,14 @@ async fn members_may_read_and_only_root_may_control() {
     }
     assert!(service.requests.try_recv().is_err(), "the call has reached the daemon");
 
-    // If a user is not allowed to read, the error of every command says which group may read.
+    // A user without the permission to read learns from every command which group has it.
     for command in ["list", "status", "events"] {
         let mut ctl = service.bus.command_as_stranger(mpsctl());
         let complaint = complained(ctl.arg(command)).await;
         assert!(complaint.contains("join the group with `sudo usermod -aG yunion-mps $USER`"), "{complaint}");
     }
 
-    // The bus policy also refuses a call that names no interface.
+    // The bus also refuses a call to root's methods that names no interface.
     let mut bare = service.bus.command_as_member("/usr/bin/python3");
     let program = "import dbus\n\
         message = dbus.lowlevel.MethodCallMessage('io.yunion.Mps1', '/io/yunion/Mps1/Manager', None, 'Reload')\n\
@@ -894,8 +890,7 @@ async fn members_may_read_and_only_root_may_control() {
     assert!(complaint.contains("org.freedesktop.DBus.Error.AccessDenied"), "{complaint}");
     assert!(service.requests.try_recv().is_err(), "the call has reached the daemon");
 
-    // Only root may own the service's bus name. On the bus of the service the name is taken, so the test requests the name on
-    // another bus, where it is free.
+    // Only root may own the service's name. The test asks another bus for the name, where the name is free.
     let empty = PrivateBus::start();
     let mut own = empty.command_as_member("gdbus");
     own.args([
@@ -911,7 +906,7 @@ async fn members_may_read_and_only_root_may_control() {
     assert!(complaint.contains("org.freedesktop.DBus.Error.AccessDenied"), "{complaint}");
 }
 
-/// The policy file for sites that want every local user to read the state of the service.
+/// The policy file for sites where every local user may read the service's state.
 #[tokio::test]
 async fn a_site_may_let_everybody_read() {
     if !root_or_skip("a_site_may_let_everybody_read") {
@@ -931,8 +926,7 @@ async fn a_site_may_let_everybody_read() {
     assert!(complaint.contains("Rejected send message"), "{complaint}");
 }
 
-/// The bus policy refuses control calls of users other than root, and the service refuses such calls too, since an
-/// administrator's policy may allow everything.
+/// The service itself refuses control calls of users other than root, since an administrator's bus policy may allow them.
 #[tokio::test]
 async fn control_is_roots_whatever_the_policy_says() {
     if !root_or_skip("control_is_roots_whatever_the_policy_says") {
@@ -962,8 +956,8 @@ async fn control_is_roots_whatever_the_policy_says() {
     assert!(service.requests.try_recv().is_err(), "a call has reached the daemon");
 }
 
-/// If members of the group yunion-mps may not end GPU work, the D-Bus part refuses their calls at once. If members may end
-/// GPU work, at most eight of their calls are handled at a time, a further call is refused, and calls of root do not count.
+/// By default, the service refuses requests of members of the group yunion-mps to end GPU work. If the configuration allows
+/// them, at most eight are handled at a time, and further ones are refused. Requests of root do not count.
 #[tokio::test]
 async fn terminations_of_members_hold_up_nobody() {
     if !root_or_skip("terminations_of_members_hold_up_nobody") {
@@ -994,7 +988,7 @@ async fn terminations_of_members_hold_up_nobody() {
     let _root = terminate(&service, false).spawn().unwrap();
     let asked = timeout(DEADLINE, service.requests.recv()).await.unwrap().unwrap();
     assert!(matches!(asked, Request::Terminate(7, None, _)), "{asked:?}");
-    // The answer to a member's request lets the next request of a member be handled.
+    // A member's request that is answered makes room for the next.
     let (_member, Request::Terminate(.., reply)) = waiting.pop().unwrap() else { unreachable!() };
     reply.send(Ok(())).unwrap();
     let _next = terminate(&service, true).spawn().unwrap();
@@ -1046,12 +1040,11 @@ async fn a_name_that_is_taken_is_an_error_and_stays_with_its_owner() {
 #[tokio::test]
 async fn a_bus_that_goes_away_is_noticed() {
     let mut service = Service::start(p40_board()).await;
-    // While the bus runs, `closed` does not report the connection as closed.
+    // While the bus runs, `closed` does not return.
     assert!(timeout(Duration::from_millis(1), service.served.closed()).await.is_err());
     service.bus.stop();
     timeout(DEADLINE, service.served.closed()).await.expect("nobody noticed");
-    // After the end of the bus no program reads the published state. Publishing a state and sending a signal must not fail
-    // then.
+    // After the end of the bus, a publication and a signal reach no program. They must not fail.
     service.publish(changed(&p40_board(), |gpu| gpu.healthy = false)).await;
     service.served.client_fault(P40, &[], "").await;
     let mut late = service.bus.command("busctl");

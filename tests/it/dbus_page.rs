@@ -1,5 +1,4 @@
-//! The page docs/dbus.md: the reference in the page agrees with the XML files, the errors in it are the errors of the
-//! service, and its examples run.
+//! Tests of docs/dbus.md: its reference fits the XML files, it explains the errors of the service, and its examples run.
 
 use std::fs::{self, File};
 use std::path::{Path, PathBuf};
@@ -18,7 +17,6 @@ fn page() -> String {
     fs::read_to_string(source("docs/dbus.md")).unwrap()
 }
 
-/// The texts of the fenced code blocks of a page in one language.
 fn blocks(page: &str, language: &str) -> Vec<String> {
     let fence = format!("```{language}\n");
     page.split(&fence).skip(1).map(|rest| rest.split_once("```").unwrap().0.to_owned()).collect()
@@ -28,7 +26,7 @@ fn blocks(page: &str, language: &str) -> Vec<String> {
 fn page_and_schemas_are_what_the_interfaces_make_of_them() {
     let directory = tempfile::tempdir().unwrap();
     let docs = directory.path();
-    // The page begins with a wrong reference, so the test notices if the script does not write the page.
+    // The page begins with a wrong reference. So the test notices if the script writes nothing.
     let (written, _) = page().split_once("## Reference").map(|(a, b)| (a.to_owned(), b.len())).unwrap();
     fs::write(docs.join("dbus.md"), written + "old\n").unwrap();
     let made = Command::new(source("scripts/interface-docs.py")).arg(docs).output().unwrap();
@@ -44,7 +42,6 @@ fn page_and_schemas_are_what_the_interfaces_make_of_them() {
     }
 }
 
-/// The page docs/dbus.md explains every D-Bus error in the source of the service, and no other error.
 #[test]
 fn every_error_is_explained() {
     const PREFIX: &str = "io.yunion.Mps1.Error.";
@@ -66,7 +63,6 @@ fn every_error_is_explained() {
     assert_eq!(names(table), names(map));
 }
 
-/// The page names the interfaces that the bus policy lets its readers call, and the interface that only root may call.
 #[test]
 fn who_may_call_is_what_the_policy_says() {
     let policy = fs::read_to_string(source("config/io.yunion.Mps1.conf")).unwrap();
@@ -107,7 +103,7 @@ fn the_shell_examples_run() {
     ] {
         assert!(said.contains(words), "no {words} in {said}");
     }
-    // After the script has ended, the slice takes clients again.
+    // The script undrains the slices when it ends.
     assert!(host.list().iter().all(|slice| slice["drained"] == false));
 
     let [endless] = endless.as_slice() else { panic!("{endless:?}") };
@@ -137,7 +133,7 @@ fn the_example_in_go_runs() {
     let page = page();
     let [program] = <[String; 1]>::try_from(blocks(&page, "go")).unwrap();
     fs::write(host.path("main.go"), program).unwrap();
-    // Debian's package has version 5 of godbus in a directory without `v5` in its name.
+    // Debian installs version 5 of godbus in a directory without `v5` in its name.
     let godbus = host.path("go/src/github.com/godbus/dbus");
     fs::create_dir_all(&godbus).unwrap();
     std::os::unix::fs::symlink("/usr/share/gocode/src/github.com/godbus/dbus", godbus.join("v5")).unwrap();

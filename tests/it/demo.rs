@@ -1,4 +1,4 @@
-//! `make demo` prints at most one screen, and leaves no process and no file behind.
+//! Tests that `make demo` prints at most one screen, and leaves no process and no file.
 
 use std::fs;
 use std::io::{BufRead, BufReader};
@@ -11,7 +11,7 @@ use crate::support::host::{binaries, programs_with, signal_pid, text};
 use crate::support::processes::processes_with;
 
 const COLUMNS: usize = 80;
-/// The rows of a terminal screen, less one row for the command line and one row for the next prompt.
+/// The rows of a terminal, without the command line and the next prompt.
 const ROWS: usize = 40 - 2;
 
 fn demo(board: &str, programs: &Path) -> Command {
@@ -20,7 +20,6 @@ fn demo(board: &str, programs: &Path) -> Command {
     demo
 }
 
-/// Runs the demo with a board, and returns the lines that it prints.
 fn shown(board: &str) -> Vec<String> {
     let output = demo(board, &binaries()).output().unwrap();
     assert!(output.status.success(), "{}", text(&output));
@@ -30,7 +29,6 @@ fn shown(board: &str) -> Vec<String> {
     screen.lines().map(str::to_owned).collect()
 }
 
-/// The lines of a screen that begin with these words.
 fn with<'s>(screen: &'s [String], words: &str) -> Vec<&'s str> {
     screen.iter().map(String::as_str).filter(|line| line.starts_with(words)).collect()
 }
@@ -77,7 +75,7 @@ fn a_limit_that_does_not_hold_fails_the_demo() {
     assert!(output.status.code() == Some(1) && text(&output).contains(said), "{}", text(&output));
 }
 
-/// The directory of a running demo, from the variable `YUNION_MPS_DEMO` of the processes that the demo has started.
+/// Returns the directory of a running demo, from the variable `YUNION_MPS_DEMO` of a process that the demo has started.
 fn directory(variable: &str) -> PathBuf {
     let environments =
         processes_with(variable).into_iter().map(|pid| fs::read(format!("/proc/{pid}/environ")));
@@ -97,7 +95,7 @@ fn an_interrupted_demo_leaves_nothing() {
     let directory = directory(&own);
     assert!(directory.join("host").exists());
     signal_pid(demo.id(), Signal::TERM);
-    // The test reads the rest of the output, so that the demo does not end with an error for a closed pipe.
+    // The test reads the rest of the output. Otherwise the demo could end by a closed pipe instead of the signal.
     lines.for_each(drop);
     assert_eq!(demo.wait().unwrap().code(), Some(143));
     assert_eq!(processes_with(&own), Vec::<u32>::new());

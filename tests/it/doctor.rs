@@ -1,5 +1,5 @@
-//! Tests of `yunion-mpsctl doctor`: it reports each fault of a host by the name of the finding, with no finding that does not
-//! follow from the fault.
+//! Tests of `yunion-mpsctl doctor`. For each fault of a host, it reports the findings that follow from the fault, and no
+//! others.
 
 use std::collections::HashMap;
 use std::fs::{self, File};
@@ -22,23 +22,23 @@ use crate::support::wait::{DEADLINE, wait_for};
 const RENDER: &str = "path: /dev/dri/renderD128";
 const UUID: &str = "GPU-168acfc9-c926-5401-354d-2910ddcd391b";
 
-/// A host on which the package is installed, and the processes and mounts that a test has added to plant faults.
+/// A host with the installed package, and the processes and mounts by which a test causes a fault.
 struct Scene {
     host: Host,
     children: Vec<Child>,
     mounts: Vec<Mount>,
 }
 
-/// The moment at which a test plants a fault.
+/// The moment at which a test causes a fault.
 #[derive(Clone, Copy)]
 enum When {
-    /// The service has never started on the host.
+    /// The service is never started.
     Idle,
-    /// The service has not started yet.
+    /// Before the service starts.
     Before,
-    /// The service serves everything.
+    /// While the service serves all slices.
     Serving,
-    /// The function that plants the fault starts the service itself.
+    /// The function that causes the fault starts the service.
     ByItself,
 }
 
@@ -49,7 +49,6 @@ impl Scene {
         scene
     }
 
-    /// Writes a file of the simulated host.
     fn write(&self, path: &str, text: &str) {
         let file = self.host.file(path);
         fs::create_dir_all(file.parent().unwrap()).unwrap();
@@ -65,8 +64,7 @@ impl Scene {
         fs::set_permissions(self.host.path(below), PermissionsExt::from_mode(mode)).unwrap();
     }
 
-    /// Starts a program of the simulated host with this pipe directory in its environment. The started program runs until the
-    /// end of the test's scene.
+    /// Starts a program with this pipe directory. The program runs until the end of the test.
     fn start(&mut self, program: &[&str], pipe: &str) -> u32 {
         let mut command = self.host.command(program[0]);
         command.args(&program[1..]).env("CUDA_MPS_PIPE_DIRECTORY", self.host.path(pipe));
@@ -77,14 +75,13 @@ impl Scene {
         pid
     }
 
-    /// Starts a client, and waits until the control daemon lists the client.
     fn client(&mut self, program: &[&str]) {
         let pid = self.start(program, "mps/pipe").to_string();
         let pipe = self.host.path("mps/pipe");
         wait_for("the client", || self.host.front_end(&pipe, "ps").contains(&pid).then_some(()));
     }
 
-    /// Makes a file whose opening hangs, like a file on a network file system whose server does not answer.
+    /// Makes a file whose open hangs, like a file on a network file system whose server does not answer.
     fn hang(&self, path: &str) {
         let file = self.host.file(path);
         fs::create_dir_all(file.parent().unwrap()).unwrap();
@@ -109,7 +106,6 @@ impl Scene {
         answer("start_server -uid 0");
     }
 
-    /// The findings of `yunion-mpsctl doctor`, in the order of its output.
     fn findings(&self) -> Vec<Value> {
         let root = self.host.path("sysroot").display().to_string();
         let output = self.host.mpsctl(&["doctor", "--json", "--sysroot", &root]);
@@ -131,7 +127,7 @@ impl Scene {
         findings
     }
 
-    /// Waits until doctor reports exactly the findings with these names, each once.
+    /// Waits until doctor reports exactly the findings with these names.
     fn finds(&self, expected: &[&str]) {
         let mut expected = expected.to_vec();
         expected.sort_unstable();
@@ -178,8 +174,8 @@ fn planted(board: &str, when: When, plant: fn(&mut Scene), expected: &[&str]) {
     scene.finds(expected);
 }
 
-/// Makes one test for each fault, from the test's name, the board, the time at which the fault is planted, the function that
-/// plants it, and the names of the findings of `doctor`.
+/// Makes a test from each line. A line has the test's name, the board, the moment of the fault, the code that causes the fault,
+/// and the names of the expected findings.
 macro_rules! faults {
     ($($name:ident: $board:literal, $when:ident, $plant:expr => [$($expected:literal),*];)*) => {
         $(
@@ -191,8 +187,7 @@ macro_rules! faults {
     };
 }
 
-/// A GPU that is not served is an error of doctor, no matter why it is not served. The reason in the finding says how to mend
-/// the fault.
+/// Doctor reports a GPU that is not served as an error, and names the setting with which the GPU can be served.
 #[test]
 fn a_compute_mode_that_cannot_be_set_is_an_error() {
     for (fault, text) in [("gpus/0/error/nvmlDeviceSetComputeMode", "3"), ("gpus/0/no-permission", "")] {
@@ -210,7 +205,7 @@ fn a_compute_mode_that_cannot_be_set_is_an_error() {
     }
 }
 
-/// Makes tests of doctor's findings like those of the macro `faults`, for faults that only root can plant.
+/// Like `faults`, for faults that only root can cause.
 macro_rules! faults_for_root {
     ($($name:ident: $board:literal, $when:ident, $plant:expr => [$($expected:literal),*];)*) => {
         $(
@@ -470,8 +465,8 @@ faults_for_root! {
 
 const TMP: &str = "q /tmp 1777 root root 10d\n";
 
-/// From driver 580 on, `nvidia-cuda-mps-control -v` prints the CUDA version of the program. The script prints another version
-/// than the driver's.
+/// From driver 580 on, `nvidia-cuda-mps-control -v` prints a CUDA version. This script prints another version than the
+/// driver's.
 fn other_cuda(scene: &mut Scene) {
     let program = scene.host.path("bin/nvidia-cuda-mps-control");
     let simulated = fs::read_link(&program).unwrap();
@@ -483,7 +478,7 @@ fn other_cuda(scene: &mut Scene) {
     scene.chmod("bin/nvidia-cuda-mps-control", 0o755);
 }
 
-/// Leaves only the keys of this service in host.conf, as on a host without the Yunion platform.
+/// Removes the platform's keys from host.conf, as on a host without the Yunion platform.
 fn without_the_platforms_keys(scene: &mut Scene) {
     let file = "/etc/yunion/host.conf";
     let text = fs::read_to_string(scene.host.file(file)).unwrap();
@@ -497,8 +492,8 @@ fn without_the_platforms_keys(scene: &mut Scene) {
     scene.write(file, &(ours.join("\n") + "\n"));
 }
 
-/// The text for people. With a configuration that can't be read, doctor can't make most of its checks. The list of these
-/// checks must not scroll the mistake in the configuration off the screen.
+/// With a broken configuration, doctor can't make most checks. The list of these checks must not scroll the error off the
+/// screen.
 #[test]
 fn a_broken_configuration_is_one_screen() {
     let scene = Scene::new("h200");
@@ -521,7 +516,7 @@ fn a_healthy_host_is_told_so() {
     let said = text(&output);
     assert_eq!(output.status.code(), Some(0), "{said}");
     assert!(said.starts_with("Nothing wrong: ") && said.contains(" checks made.\n"), "{said}");
-    // The private bus of the test has no systemd, and doctor does not report that as a finding.
+    // The private bus of the test has no systemd. Doctor lists the checks that need systemd only with `-v`, and as no finding.
     let hint = " could not be made; yunion-mpsctl doctor -v names these checks and the reasons.\n";
     assert!(said.ends_with(hint) && !said.contains("systemd can't be asked"), "{said}");
     let more = text(&scene.host.mpsctl(&["doctor", "-v", "--sysroot", &root]));
@@ -543,8 +538,7 @@ fn a_healthy_host_is_told_so() {
     assert_eq!(scene.host.stop().code(), Some(0));
 }
 
-/// Doctor warns of a setting that the platform's present host agent can't handle, and proposes no remedy that leads to such a
-/// setting.
+/// Doctor warns of settings that the platform's host agent can't handle, and never proposes one of these settings as a remedy.
 #[test]
 fn no_remedy_sends_an_administrator_round_in_a_circle() {
     let scene = Scene::new("h200x8");
@@ -572,7 +566,8 @@ fn no_remedy_sends_an_administrator_round_in_a_circle() {
     );
 }
 
-/// A program without a slice can open a GPU each of whose slices has its own control daemon, and gets the whole GPU.
+/// With `isolation: slice`, a program without a slice finds no control daemon, can open the GPU in mode DEFAULT, and gets the
+/// whole GPU. With `isolation: gpu` it gets an error.
 #[test]
 fn what_a_program_without_slice_gets_goes_by_the_isolation() {
     let mut scene = Scene::new("h200x8");
@@ -596,7 +591,8 @@ fn what_a_program_without_slice_gets_goes_by_the_isolation() {
     assert!(found.contains("on a GPU with isolation: slice, and gets CUDA error 46"), "{found}");
 }
 
-/// systemd sets `RUNTIME_DIRECTORY` for every unit with a runtime directory, and doctor may run in such a unit.
+/// systemd sets `RUNTIME_DIRECTORY` for every unit that has a runtime directory. Doctor may run in another unit than the
+/// service's.
 #[test]
 fn the_runtime_directory_of_another_unit_is_not_the_services() {
     let mut scene = Scene::new("h200");
@@ -609,8 +605,8 @@ fn the_runtime_directory_of_another_unit_is_not_the_services() {
     scene.finds(&["service-not-running"]);
 }
 
-/// Root types the commands that doctor proposes as remedies, and a process can choose its own name and environment. So a
-/// remedy must not contain text that acts as a command.
+/// Root types the remedies that doctor prints. A process can choose its own name and environment, so a remedy must quote them.
+/// Otherwise root would execute a command of theirs.
 #[test]
 fn a_remedy_does_not_let_others_type() {
     let mut scene = Scene::new("h200");
@@ -623,7 +619,7 @@ fn a_remedy_does_not_let_others_type() {
     assert!(remedy.contains(&format!("CUDA_MPS_PIPE_DIRECTORY='{pipe}' ")), "{remedy}");
 }
 
-/// A file that only root can read causes no finding if another user runs doctor.
+/// Doctor of a user who is not root reports no finding about files that only root can read.
 #[test]
 fn what_is_for_root_is_not_judged() {
     if !root_or_skip("what_is_for_root_is_not_judged") {
@@ -645,8 +641,8 @@ fn what_is_for_root_is_not_judged() {
     let said = doctor();
     assert!(!said.contains("state-file-damaged"), "{said}");
     assert!(said.contains("Not checked, since only root can read"), "{said}");
-    // A user other than root can't read where the foreign control daemon listens. The remedy must not guess the pipe
-    // directory of that control daemon, since a command with a wrong pipe directory could end another control daemon.
+    // Only root can read in which directory a foreign control daemon listens. The remedy must not guess this directory: a wrong
+    // guess could end the service's own control daemon.
     if said.contains("foreign-control-daemon") {
         assert!(said.contains("doctor as root") && !said.contains("echo quit"), "{said}");
     }
@@ -655,7 +651,6 @@ fn what_is_for_root_is_not_judged() {
     assert!(!said.contains("configuration-wrong"), "{said}");
 }
 
-/// Doctor compares the published limits with the limits that the control daemon has confirmed.
 #[tokio::test]
 async fn limits_that_are_not_in_force() {
     let mut snapshot = p40_board();
@@ -674,7 +669,7 @@ async fn limits_that_are_not_in_force() {
     );
 }
 
-/// A systemd on the private bus that answers questions about the service's unit, at the D-Bus name and path of systemd.
+/// Plays systemd on the private bus, and answers questions about the service's unit.
 struct Systemd;
 
 #[interface(name = "org.freedesktop.systemd1.Manager")]
@@ -731,7 +726,6 @@ impl UnitOfService {
     }
 }
 
-/// Doctor finds that the service's unit has failed, and that the unit does not start at boot.
 #[tokio::test]
 async fn the_unit_is_asked_about() {
     let scene = Scene::new("h200");

@@ -1,5 +1,5 @@
-//! Changes that need a new control daemon happen while programs start one after another: no program gets CUDA error 805 or
-//! begins without MPS, however slow the front ends of the control daemons are.
+//! Tests that programs can start at any moment while configuration changes replace the control daemon. No program gets CUDA
+//! error 805 or runs without MPS, even with slow front ends.
 
 use std::collections::BTreeMap;
 use std::fs;
@@ -11,11 +11,11 @@ use std::time::Duration;
 use crate::support::host::{Host, control_daemon, control_pid, text};
 use crate::support::wait::wait_for;
 
-/// The pauses between two programs, in milliseconds. Some pauses are just long enough for a replacement of the control
-/// daemon. The longest pause is long enough for a replacement on a busy machine, on which each front end is slow.
+/// The pauses between the starts of two programs, in ms. The service can replace a control daemon only in a pause without
+/// clients. Some pauses are just long enough for this, and the longest is long enough on a busy machine too.
 const PAUSES: [u64; 8] = [250, 2200, 250, 2400, 250, 2800, 250, 6000];
 
-/// Delays each front end of a control daemon by up to 0.4 s, as on a busy host.
+/// Delays each front end by up to 0.4 s, as on a busy host.
 fn delay_front_ends(host: &mut Host) {
     let (real, wrapper) = (host.path("bin"), host.path("wrapper"));
     fs::create_dir(&wrapper).unwrap();
@@ -29,7 +29,7 @@ fn delay_front_ends(host: &mut Host) {
     host.prefer(&wrapper);
 }
 
-/// The outcome of a CUDA program, from its output, for a slice with 32 of 132 multiprocessors.
+/// Tells from the output of a CUDA program how it was served. A slice has 32 of the GPU's 132 multiprocessors.
 fn outcome(said: &str) -> &'static str {
     match said {
         _ if said.contains(" sms 32 ") => "served",
@@ -40,8 +40,8 @@ fn outcome(said: &str) -> &'static str {
     }
 }
 
-/// A guard that sets its flag when it is dropped, which ends the loop of the programs, and prints the service's log if the
-/// test has failed.
+/// When this guard is dropped, its flag ends the loop that starts programs. If the test has failed, the guard then prints the
+/// service's log.
 struct Over<'a>(&'a AtomicBool, &'a Host);
 
 impl Drop for Over<'_> {
@@ -53,15 +53,16 @@ impl Drop for Over<'_> {
     }
 }
 
-/// Makes configuration changes that need a new control daemon, while programs start one after another. Returns how many
-/// programs had each outcome.
+/// Changes the configuration `changes` times so that the control daemon must be replaced, while programs start one after
+/// another. Returns how many programs had each outcome.
 fn changes_among_programs(changes: usize) -> BTreeMap<&'static str, usize> {
     let mut host = Host::new("h200");
     delay_front_ends(&mut host);
     host.start();
     host.wait_for_state("ready");
     let slice = host.list()[1]["addr"].as_str().unwrap().to_owned();
-    // The programs use the environment that their container got at its start, whatever changes in the configuration later.
+    // A running container has the environment from its start, whatever changes in the configuration later. So all programs use
+    // this environment.
     let environment = host.environment_of(&slice);
     let is_over = AtomicBool::new(false);
     let mut outcomes = BTreeMap::new();
@@ -79,7 +80,7 @@ fn changes_among_programs(changes: usize) -> BTreeMap<&'static str, usize> {
             }
             outcomes
         });
-        // If a change fails, dropping `over` also ends the loop that starts the programs.
+        // If a change fails, the drop of `over` still ends the loop of the programs. Otherwise the scope would wait forever.
         let over = Over(&is_over, &host);
         let mut before = host.wait_for_state("ready");
         for number in 0..changes {
@@ -117,7 +118,6 @@ fn no_program_is_lost_to_a_change() {
 mod soak {
     use super::*;
 
-    /// The number of simulated hosts whose control daemons are replaced at the same time.
     const HOSTS: usize = 10;
 
     #[test]

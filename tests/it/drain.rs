@@ -1,4 +1,4 @@
-//! `yunion-mpsctl drain` and `undrain`: slices, a GPU or the whole host take no new clients.
+//! Tests of `yunion-mpsctl drain` and `undrain`, by which slices, GPUs or the whole host stop taking new clients.
 
 use std::fs;
 use std::io::{BufRead, BufReader, Lines};
@@ -12,7 +12,6 @@ use crate::support::client::Client;
 use crate::support::host::{Host, binaries, control_daemon, control_pid, signal_pid, text};
 use crate::support::skip::root_or_skip;
 
-/// Starts a host whose service serves the GPUs and writes a CDI spec.
 fn serving(board: &str) -> Host {
     let mut host = Host::new(board);
     host.configure(&format!("cuda_mps_cdi_directory: {}", host.path("run/cdi").display()));
@@ -21,7 +20,6 @@ fn serving(board: &str) -> Host {
     host
 }
 
-/// The names of the slices in the CDI spec that the service has written.
 fn in_spec(host: &Host) -> Vec<String> {
     let spec = fs::read_to_string(host.path("run/cdi/yunion.io-mps.json")).unwrap();
     let spec: Value = serde_json::from_str(&spec).unwrap();
@@ -39,7 +37,6 @@ fn drained(host: &Host) -> Vec<String> {
     names(&host.list(), |device| device["drained"] == true)
 }
 
-/// Runs yunion-mpsctl, which has to succeed, and returns its output.
 fn done(host: &Host, arguments: &[&str]) -> String {
     let output = host.mpsctl(arguments);
     assert!(output.status.success(), "{arguments:?}: {}", text(&output));
@@ -50,7 +47,7 @@ fn refused(output: &Output, reason: &str) {
     assert!(output.status.code() == Some(1) && text(output).contains(reason), "{}", text(output));
 }
 
-/// Fails unless every output of yunion-mpsctl shows this slice, and no other slice, as drained.
+/// Fails unless all outputs of yunion-mpsctl show this slice as drained, and no other.
 fn assert_only_drained(host: &Host, name: &str) {
     let listed = host.list();
     assert_eq!(names(&listed, |device| device["drained"] == true), [name]);
@@ -58,7 +55,7 @@ fn assert_only_drained(host: &Host, name: &str) {
     let device = listed.iter().find(|device| device["addr"] == name).unwrap();
     let reason = format!("drained for new clients; yunion-mpsctl undrain {name} ends the drain");
     assert!(device["reason"].as_str().unwrap().starts_with(&reason), "{device:#}");
-    // The CDI spec still has the drained slice, whose hook refuses containers.
+    // A drained slice stays in the CDI spec, and its hook refuses containers.
     assert_eq!(in_spec(host), names(&listed, |_| true));
     let status = host.json(&["status"]).unwrap();
     assert_eq!(
@@ -87,8 +84,8 @@ fn assert_only_drained(host: &Host, name: &str) {
 fn a_drained_slice_is_given_to_nobody_until_it_is_taken_back() {
     let mut host = serving("tesla-p40");
     let said = done(&host, &["drain", "0000:00:06.0-1"]);
-    // The control daemon of this driver has its socket in the pipe directory, which a running container may already have
-    // mounted.
+    // With this driver, the socket of the control daemon is in the pipe directory. A running container may already have this
+    // directory, so the drain can't keep its programs out.
     let left = format!(
         "0000:00:06.0-1 is drained: no new program is given it. But a program that has the directory {} \
          already can start new clients, since the control daemon still listens there.\nNo client is left.\n",
@@ -114,12 +111,10 @@ fn a_drained_slice_is_given_to_nobody_until_it_is_taken_back() {
     let doctor = text(&doctor.unwrap());
     assert!(doctor.contains("info: slices-drained: 1 slice\n"), "{doctor}");
 
-    // Draining a drained slice again causes no event.
     let before = host.events();
     done(&host, &["drain", "00:06.0-1"]);
     assert_eq!(host.events(), before);
 
-    // A slice stays drained over a kill, a stop and a reload of the service.
     for how in ["kill", "stop", "reload"] {
         match how {
             "kill" => {
@@ -139,7 +134,6 @@ fn a_drained_slice_is_given_to_nobody_until_it_is_taken_back() {
         assert_only_drained(&host, "00:06.0-1");
     }
 
-    // If one of the named slices does not exist, `drain` and `undrain` change no slice.
     for command in ["drain", "undrain"] {
         refused(
             &host.mpsctl(&[command, "00:06.0-1", "00:06.0-0", "00:09.0"]),
@@ -180,10 +174,9 @@ fn a_gpu_is_drained_with_all_its_slices_and_a_host_with_all_its_gpus() {
     assert_eq!(in_spec(&host), all);
     assert_eq!(host.json(&["status"]).unwrap()["service"]["state"], "ready");
 
-    // Undraining a slice leaves the other slices of its GPU drained.
     done(&host, &["undrain", &format!("{first}-1")]);
     assert_eq!(drained(&host).len(), all.len() - 1);
-    // Commands that choose a slice themselves, such as `probe` without a name, skip drained slices.
+    // Commands that choose a slice themselves, such as `probe` without a name, pass over drained slices.
     let probed = text(&host.mpsctl(&["probe", "--json"]));
     assert!(probed.contains(&format!("\"{first}-1\"")) && probed.contains("drained"), "{probed}");
     assert!(!probed.contains("name the slice to probe it"), "{probed}");
@@ -196,7 +189,7 @@ fn a_gpu_is_drained_with_all_its_slices_and_a_host_with_all_its_gpus() {
     assert!(drained(&host).is_empty());
 }
 
-/// A reload may remove a drained slice from the configuration and add it again.
+/// The service remembers that a slice is drained, even while a reload has removed the slice from the configuration.
 #[test]
 fn a_drained_name_without_a_slice_is_kept() {
     let host = serving("tesla-p40");
@@ -252,7 +245,6 @@ impl Waiting {
         self.lines.next().unwrap().unwrap()
     }
 
-    /// Waits for the end of the command, and returns its exit status and its remaining lines.
     fn ended(mut self) -> (Option<i32>, Vec<String>) {
         let lines = self.lines.map(Result::unwrap).collect();
         (self.command.wait().unwrap().code(), lines)
@@ -263,7 +255,7 @@ impl Waiting {
 fn the_waiting_ends_with_the_last_client_of_a_slice() {
     let host = Host::serving("h200");
     let (neighbour, tenant) = (host.client_of("00:06.0-0"), host.client_of("00:06.0-1"));
-    // The service does not know the slice of this client.
+    // The service does not know which slice this client has.
     let nameless = Client::start(&mut host.program(&["hold", "600"]));
     host.wait_until_listed(nameless.id());
     let said = done(&host, &["drain", "00:06.0-1"]);
@@ -301,8 +293,8 @@ fn the_waiting_ends_with_the_last_client_of_a_slice() {
     assert_eq!(drained(&host), ["00:06.0-1"]);
 }
 
-/// A wait for the whole host goes on while the service is upgraded, and the wait does not take a service that is still
-/// starting for a service without clients.
+/// The command waits on during an upgrade of the service. It does not take a service that is still starting for a service
+/// without clients.
 #[test]
 fn the_waiting_goes_on_over_a_restart_of_the_service() {
     let mut host = Host::serving("h200");
@@ -343,7 +335,8 @@ fn ctrl_c_ends_the_waiting_and_not_the_drain() {
     }
 }
 
-/// The exit status of the waiting command is 0 only if no client is left, even if no process reads the output of the command.
+/// If no process reads the output of the waiting command, the command ends early. It must then fail, since a success would tell
+/// a script that all clients have ended.
 #[test]
 fn a_reader_that_leaves_does_not_make_the_waiting_a_success() {
     let host = Host::serving("h200");
@@ -356,7 +349,6 @@ fn a_reader_that_leaves_does_not_make_the_waiting_a_success() {
     assert_eq!(drained(&host).len(), 4);
 }
 
-/// On a terminal the waiting command overwrites the table of clients with the clients that are left.
 #[test]
 fn a_terminal_shows_who_is_left() {
     let host = Host::serving("h200");
@@ -377,7 +369,7 @@ fn a_terminal_shows_who_is_left() {
     assert!(row.contains("  00:06.0-1  "), "{row}");
     client.end();
     let last = lines.last().unwrap();
-    // The cursor goes up three lines, over the sentence and the two lines of the table, and overwrites only these three
+    // The command moves the cursor up three lines, over its sentence and the two lines of the table, and clears exactly these
     // lines.
     assert!(
         last.starts_with("\u{1b}[3A\u{1b}[J") && last.trim_end().ends_with("No client is left."),
@@ -386,7 +378,6 @@ fn a_terminal_shows_who_is_left() {
     assert_eq!(terminal.wait().unwrap().code(), Some(0));
 }
 
-/// The directory of each slice of the only GPU.
 fn directories(host: &Host) -> Vec<PathBuf> {
     let slices = host.path("mps/pipe/slices");
     names(&host.list(), |_| true).iter().map(|slice| slices.join(slice.replace(':', "_"))).collect()
@@ -396,13 +387,12 @@ fn lead(directories: &[PathBuf]) -> Vec<bool> {
     directories.iter().map(|directory| directory.join("control").exists()).collect()
 }
 
-/// The exit status of a CUDA program with this environment, which it got before its slice was drained.
+/// Returns the exit status of a CUDA program with an environment that it got before the drain.
 fn status_of(host: &Host, environment: &[(String, String)]) -> Option<i32> {
     let mut program = host.command("cuda-client");
     program.arg("props").envs(environment.iter().cloned()).output().unwrap().status.code()
 }
 
-/// Slices are drained and undrained while their control daemon does not answer.
 #[test]
 fn drain_and_undrain_hold_while_the_control_daemon_is_silent() {
     let mut host = Host::serving("h200");
@@ -420,8 +410,8 @@ fn drain_and_undrain_hold_while_the_control_daemon_is_silent() {
     assert_eq!(host.stop().code(), Some(0));
 }
 
-/// A control daemon that the service will end once it has no clients takes no new clients, since otherwise it might never
-/// end. If the service needs the control daemon again after all, the control daemon takes clients again.
+/// A control daemon that waits for its last client before its end takes no new clients: otherwise it might never end. If the
+/// service needs it after all, it takes clients again.
 #[test]
 fn a_control_daemon_that_retires_takes_no_new_client() {
     let mut host = Host::serving("h200");
@@ -440,8 +430,8 @@ fn a_control_daemon_that_retires_takes_no_new_client() {
         assert_eq!(lead(&directories), [false; 4]);
         assert!(names(&host.list(), |device| device["healthy"] == true).is_empty());
 
-        // A service that starts while the control daemon waits for its clients does not make the links of the slices again,
-        // either.
+        // The next service does not make the links of the slices again either, since the control daemon still waits for its
+        // clients.
         host.signal(Signal::KILL);
         host.ended();
         host.start();
@@ -464,8 +454,8 @@ fn a_control_daemon_that_retires_takes_no_new_client() {
     assert_eq!(host.stop().code(), Some(0));
 }
 
-/// Without a driver the service has no plan of control daemons, and does not supervise a control daemon that an earlier
-/// service has left.
+/// Without a driver the service has no plan, so no supervisor runs for the control daemon of an earlier service. A drain still
+/// removes the links to that control daemon.
 #[test]
 fn a_drain_holds_for_a_control_daemon_that_nobody_looks_after() {
     let mut host = Host::serving("h200");

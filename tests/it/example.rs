@@ -1,4 +1,4 @@
-//! The example program in docs/ that shows how a program reads the service's state from D-Bus.
+//! Tests the example program in docs/ that reads the service's state from D-Bus.
 
 use std::fs::{self, File};
 
@@ -47,7 +47,7 @@ fn the_example_prints_the_devices_and_what_becomes_of_them() {
     first.kill().unwrap();
     first.wait().unwrap();
 
-    // The example program asks again if the service does not answer.
+    // If the service does not answer, the example program asks again.
     host.signal(Signal::STOP);
     let mut second = example(&host);
     complains_of("Did not receive a reply");

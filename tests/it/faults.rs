@@ -1,4 +1,4 @@
-//! Faults on a host while clients compute: the service repairs the host by itself, and reports each fault.
+//! Tests of faults on a host while clients compute. The service reports each fault, and repairs the host without help.
 
 use std::collections::BTreeMap;
 use std::fs::{self, File};
@@ -58,19 +58,17 @@ in_both_topologies! {
     the_name_of_a_process_makes_no_line_of_the_log,
 }
 
-/// Starts a client, and checks that the client is served and ends without an error.
+/// Starts a client that computes for a short time, and fails if the client ends with an error.
 fn a_client_is_served(host: &Host) {
     Bystander::start(host, &host.pipe(), Duration::from_millis(200)).wait();
 }
 
-/// The PID of the only MPS server of the control daemon in a status.
 fn server(status: &Value) -> u32 {
     let servers = control_daemon(status)["servers"].as_array().unwrap();
     assert_eq!(servers.len(), 1, "{status:#}");
     u32::try_from(servers[0].as_u64().unwrap()).unwrap()
 }
 
-/// The PID of the first MPS server of the control daemon in a status, or None if it has no server.
 fn some_server(status: &Value) -> Option<u32> {
     u32::try_from(control_daemon(status)["servers"].as_array()?.first()?.as_u64()?).ok()
 }
@@ -79,8 +77,7 @@ fn stopped(pid: u32) -> bool {
     process_state(pid) == Some('T')
 }
 
-/// Waits until the service is ready. Each list of slices that the service gives before it is ready must have this number of
-/// slices.
+/// Waits until the service is ready. Meanwhile each list of slices must have all `devices` slices.
 fn recovered(host: &Host, devices: usize) -> Value {
     wait_for("the service's recovery", || {
         let listed = host.json(&["list"])?;
@@ -89,13 +86,13 @@ fn recovered(host: &Host, devices: usize) -> Value {
     })
 }
 
-/// Waits for words in the service's log. The caller has reloaded the service before, which makes the service check its
-/// control daemons at once.
+/// Waits for words in the service's log. Without a reload before this call, a wait could last until the next regular health
+/// check.
 fn waits_for_log(host: &Host, words: &str) {
     wait_for(words, || host.log().contains(words).then_some(()));
 }
 
-/// Waits until the state file says that the service has read the control daemon's log beyond this offset.
+/// Waits until the service has read the control daemon's log beyond the offset `place`, and has written this to the state file.
 fn read_up_to(host: &Host, place: usize) {
     wait_for("the state file to follow", || {
         let state_file = fs::read(host.path("run/state.json")).unwrap_or_default();
@@ -109,16 +106,14 @@ fn is_unhealthy(slice: &Value) -> bool {
     slice["healthy"] == false
 }
 
-/// Kills the daemon and starts it again.
 fn restart(host: &mut Host) {
     host.signal(Signal::KILL);
     host.ended();
     host.start();
 }
 
-/// A control daemon or a server that was stopped by SIGSTOP serves no client. The service continues the process, its clients
-/// notice nothing, and configuration changes that were made during the stop come into force. A client that was stopped by
-/// SIGSTOP does not disturb other clients.
+/// A control daemon or a server that SIGSTOP has stopped serves no client. The service continues it with SIGCONT and applies
+/// the changes that were made meanwhile. Its clients notice nothing. A stopped client disturbs no other client.
 fn stopped_processes_are_continued(topology: Topology) {
     let mut host = Host::with_topology(topology, "h200");
     host.start();
@@ -132,7 +127,8 @@ fn stopped_processes_are_continued(topology: Topology) {
         [(vec![control], true), (vec![server_pid], false), (vec![server_pid, control], false)]
     {
         for victim in &victims {
-            // On a busy machine the service may continue the process before the test sees that the process is stopped.
+            // On a busy machine the service may continue the process before the test has seen it stopped. So a message about
+            // this in the log counts too.
             let continued =
                 || host.log().matches("was stopped by a signal; the service has continued").count();
             let so_far = continued();
@@ -162,8 +158,8 @@ fn stopped_processes_are_continued(topology: Topology) {
     paused.end();
 }
 
-/// A stopped server outlives its control daemon, and no other server can use the GPU until the service has continued the
-/// stopped server.
+/// A stopped server runs on when its control daemon ends, and keeps the GPU from the next server until the service continues
+/// it.
 fn a_stopped_server_is_continued_when_its_control_daemon_has_ended(topology: Topology) {
     let host = Host::serving_as(topology, "h200");
     let before = host.wait_for_state("ready");
@@ -178,8 +174,8 @@ fn a_stopped_server_is_continued_when_its_control_daemon_has_ended(topology: Top
     a_client_is_served(&host);
 }
 
-/// A server that dies soon after each start is started again after longer and longer pauses, the status gives the reason, and
-/// the service is ready again once a server stays alive.
+/// A server dies soon after each start. The service starts a server again after longer and longer pauses, and the status shows
+/// the reason. When a server stays alive, the service is ready.
 fn a_server_that_keeps_dying_is_not_started_in_a_loop(topology: Topology) {
     let mut host = Host::with_topology(topology, "h200");
     host.plant("mps/start-ms", "0");
@@ -193,8 +189,7 @@ fn a_server_that_keeps_dying_is_not_started_in_a_loop(topology: Topology) {
         log.matches("Starting new server").count()
     };
     let count = wait_for("five more servers", || Some(starts(&host)).filter(|count| *count >= 6));
-    // The starts of the servers must have taken longer than the sum of the pauses between them: none, 0.1, 0.2, 0.4 and 0.8
-    // s.
+    // The pauses between the starts are none, 0.1, 0.2, 0.4 and 0.8 s. Together, the starts must take longer than these pauses.
     let pauses: f64 = (0..count - 2).map(|n| 0.1 * f64::from(1 << n.min(8))).sum();
     assert!(begun.elapsed().as_secs_f64() > pauses, "{count} starts in {:?}", begun.elapsed());
     let status = host.wait_for_status("backoff", |status| control_daemon(status)["state"] == "backoff");
@@ -205,7 +200,7 @@ fn a_server_that_keeps_dying_is_not_started_in_a_loop(topology: Topology) {
         status["service"]["state_reason"].as_str().unwrap().contains(" is in backoff: ")
     });
     host.clear("mps/fault/server-dies-after-ms");
-    // The status may still show a server from before the fault was removed, which is ending or has ended.
+    // The status may still show a server that was started before the fault was removed, and that dies.
     wait_for("a server that lives", || {
         let status = host.json(&["status"])?;
         (status["service"]["state"] == "ready" && alive(some_server(&status)?)).then_some(())
@@ -217,8 +212,7 @@ fn exit_code(mut client: Client) -> Option<i32> {
     wait_for("the client's end", || client.try_wait().unwrap()).code()
 }
 
-/// Causes a fatal GPU error that hits two clients: both clients end, and the D-Bus signal `ClientFault` names both clients
-/// and the GPU.
+/// Causes a fatal GPU error that hits two clients. Both clients end, and the D-Bus signal `ClientFault` names them and the GPU.
 fn a_fault_of_two_clients_is_told(host: &Host, listener: &Listener) {
     let hit = [host.client(), host.client()];
     let pids = [hit[0].id(), hit[1].id()];
@@ -230,8 +224,8 @@ fn a_fault_of_two_clients_is_told(host: &Host, listener: &Listener) {
     assert!(told.contains("GPU-168acfc9-c926-5401-354d-2910ddcd391b"), "{told}");
 }
 
-/// If all clients end after a fatal GPU error, the service reports the error with every client that was hit, and serves again
-/// without help.
+/// When all clients that a fatal GPU error has hit have ended, the service serves again without help. It reports the error with
+/// all of these clients.
 fn a_fault_is_told_and_heals_when_clients_leave(topology: Topology) {
     let host = Host::serving_as(topology, "h200");
     let before = host.wait_for_state("ready");
@@ -242,16 +236,16 @@ fn a_fault_is_told_and_heals_when_clients_leave(topology: Topology) {
         assert_eq!(server(&status), server(&before), "the server gets over it by itself");
         a_client_is_served(&host);
     }
-    // The service does not log each line of the MPS server about the fault as an error, since there may be a line for each
-    // client: the service logs one error for the fault.
+    // The server writes a line about the fault for each client. The service logs one error for the fault, and none of these
+    // lines as an error.
     let log = host.log();
     let errors: Vec<&str> = log.lines().filter(|line| line.contains(" ERROR ")).collect();
     assert!(errors.iter().any(|line| line.contains("clients that were hit")), "{errors:#?}");
     assert!(!errors.iter().any(|line| line.contains(" mps: ")), "{errors:#?}");
 }
 
-/// The clients that a fault hit have ended before the service reads about the fault in the log, and its messages name the
-/// owners of these clients nevertheless.
+/// The clients may have ended before the service reads about the fault in the log. The messages still name their owners, since
+/// the service has looked at each client when it came.
 fn a_fault_names_the_owners_of_those_hit(topology: Topology) {
     let mut host = Host::with_topology(topology, "h200");
     host.configure("log_level: debug");
@@ -274,7 +268,6 @@ fn a_fault_names_the_owners_of_those_hit(topology: Topology) {
     assert!(log.contains(&format!("{owner}, command \"cuda-client\"")), "{log}");
 }
 
-/// A message about a fault also names a client that was started before the service.
 fn a_fault_after_a_restart_names_the_owners_of_those_hit(topology: Topology) {
     let mut host = Host::with_topology(topology, "h200");
     host.configure("cuda_mps_fault_grace: 600\nlog_level: debug");
@@ -294,8 +287,8 @@ fn a_fault_after_a_restart_names_the_owners_of_those_hit(topology: Topology) {
     assert_eq!(host.stop().code(), Some(0));
 }
 
-/// A control daemon dies of a GPU fault before the service could ask it for the status of its server: the service reports the
-/// fault nevertheless, with all clients that were hit.
+/// A fault ends the control daemon before the service can ask it for the state of its server. The service still reports the
+/// fault with all clients that were hit.
 fn a_fault_that_ends_the_control_daemon_is_told(topology: Topology) {
     let host = Host::serving_as(topology, "h200");
     let before = host.wait_for_state("ready");
@@ -311,8 +304,8 @@ fn a_fault_that_ends_the_control_daemon_is_told(topology: Topology) {
     a_client_is_served(&host);
 }
 
-/// Kills the service after it has read about the fault in the log and saved its offset in the log. The next service starts
-/// with another grace period for faults.
+/// Kills the service after it has read about the fault in the log and has stored how far it has read. The next service has
+/// another grace period for faults.
 fn dies_having_read_of_the_fault(host: &mut Host, next_grace: &str) {
     host.wait_for_status("faulted", |status| control_daemon(status)["state"] == "faulted");
     let log = fs::read_to_string(host.control_log()).unwrap();
@@ -322,8 +315,8 @@ fn dies_having_read_of_the_fault(host: &mut Host, next_grace: &str) {
     restart(host);
 }
 
-/// A GPU fault is also healed if the service dies after it has read about the fault in the log. If several control daemons
-/// use the GPU, the next service does not know to which control daemon the remaining client belongs.
+/// The next service does not read about the fault in the log again, and still heals it. With several control daemons on the
+/// GPU, it can't even know whose client the remaining client is.
 #[test]
 fn a_fault_that_a_former_service_has_read_is_healed_after_the_grace() {
     is_healed_after_the_grace(Topology::Shared, |host| {
@@ -352,9 +345,8 @@ fn is_healed_after_the_grace(topology: Topology, shorten_the_grace: impl FnOnce(
     stays.end();
 }
 
-/// With driver 535 the control daemon can't report the status of its server, so the service takes a fault for over when the
-/// clients that were hit have ended. The service does not end the faulted server, since other clients of the server may still
-/// compute.
+/// With driver 535 the control daemon can't tell the state of its server. So the service takes the fault for over when all
+/// clients that were hit have ended. It does not end the server, since other clients of it may still compute.
 #[test]
 fn a_fault_lasts_where_nobody_tells_of_its_end() {
     let mut host = Host::new("h200");
@@ -382,8 +374,8 @@ fn a_fault_lasts_where_nobody_tells_of_its_end() {
     assert_eq!(host.stop().code(), Some(0));
 }
 
-/// If a fault hits a server on one of its GPUs, the server's clients on other GPUs go on to their end, and the service does
-/// not end the server before.
+/// A fault hits a server on one of its GPUs. The server's clients on other GPUs run to their end before the service ends the
+/// server.
 #[test]
 fn a_fault_spares_clients_on_other_gpus() {
     let (host, elsewhere, stays) = faulted_beside_a_client_that_is_well();
@@ -399,8 +391,8 @@ fn a_fault_spares_clients_on_other_gpus() {
     stays.end();
 }
 
-/// A host with a server that a fault on one GPU has hit, a client of the server on another GPU, and a client on the faulted
-/// GPU that does not end.
+/// Returns a host and two clients of one server. A fault has hit the server on one GPU. The first client works on another GPU.
+/// The second client is on the faulted GPU and does not end.
 fn faulted_beside_a_client_that_is_well() -> (Host, Client, Client) {
     let mut host = Host::new("h200x8");
     host.configure("cuda_mps_fault_grace: 1");
@@ -415,8 +407,8 @@ fn faulted_beside_a_client_that_is_well() -> (Host, Client, Client) {
     (host, elsewhere, stays)
 }
 
-/// The file system of the log directory is full: clients are served with their limits, the status gives the reason, a new
-/// service and a new control daemon work too, and the status is normal when there is space again.
+/// The file system of the log directory is full. Clients are still served with their limits, and a new service and a new
+/// control daemon still start. The status shows the reason until there is space.
 fn no_room_for_the_log(topology: Topology) {
     if !root_or_skip("no_room_for_the_log") {
         return;
@@ -438,7 +430,6 @@ fn no_room_for_the_log(topology: Topology) {
     a_client_is_served(&host);
     bystander.check();
     drop(bystander);
-    // After the control daemon was killed, the next control daemon starts although the file system of the logs is full.
     signal_pid(control_pid(&before), Signal::KILL);
     wait_for("another control daemon", || {
         let status = host.json(&["status"])?;
@@ -453,9 +444,9 @@ fn no_room_for_the_log(topology: Topology) {
     host.nothing_runs();
 }
 
-/// The file system of the runtime directory is full: a control daemon that is recorded in the state file goes on and is taken
-/// over by the next service. A control daemon that can't be recorded is not started, since the next service would not know
-/// it, and the status gives the reason. Control daemons are started again when there is space.
+/// The file system of the state file is full. A control daemon that is recorded in the state file runs on, and the next service
+/// takes it over. The service starts no control daemon that it can't record, since the next service would not know it. The
+/// status shows the reason until there is space.
 fn no_room_for_the_state_file(topology: Topology) {
     if !root_or_skip("no_room_for_the_state_file") {
         return;
@@ -488,8 +479,8 @@ fn no_room_for_the_state_file(topology: Topology) {
     assert_eq!(host.compute_mode(0), "Default");
 }
 
-/// The D-Bus daemon ends and is started again while clients compute: the clients and their control daemon go on, and the
-/// service publishes the same slices on the new bus.
+/// The bus restarts while clients compute. The clients and their control daemon run on, and the service publishes the same
+/// slices on the new bus.
 fn the_bus_restarts_while_clients_run(topology: Topology) {
     let (mut random, _seed) = Random::seeded("the_bus_restarts_while_clients_run");
     let mut host = Host::serving_as(topology, "h200");
@@ -514,16 +505,15 @@ fn the_bus_restarts_while_clients_run(topology: Topology) {
     });
 }
 
-/// Other programs change or remove files, limits and compute modes of the service: the service restores them, or reports the
-/// change if that is impossible, and no client ends.
+/// Other programs change or remove the service's files, limits and compute modes. The service restores these, or reports the
+/// change if it can't be undone. No client ends.
 fn what_others_break_is_repaired(topology: Topology) {
     let (mut random, _seed) = Random::seeded("what_others_break_is_repaired");
     let mut host = Host::serving_as(topology, "h200");
     let before = host.wait_for_state("ready");
     let bystander = Bystander::start(&host, &host.pipe(), Duration::from_secs(600));
     let (state_file, id) = (host.path("run/state.json"), host.control_daemon_id());
-    // The test parses the JSON of the state file, since a state file that is written only in part may already contain the
-    // PID.
+    // A state file that is only partly written may already contain the PID. So the test parses the whole JSON.
     let whole = || {
         let bytes = fs::read(&state_file).unwrap_or_default();
         let state_file: Value = serde_json::from_slice(&bytes).unwrap_or_default();
@@ -542,7 +532,8 @@ fn what_others_break_is_repaired(topology: Topology) {
                 file.set_len(random.below(length)).unwrap();
             }
             3 => fs::write(&state_file, "{\"version\": 99}").unwrap(),
-            // The test renames the runtime directory before it removes the directory, since the service may be writing to it.
+            // The service may write to its runtime directory meanwhile, which would make the removal fail. So the test renames
+            // the directory first.
             4 => {
                 fs::rename(host.path("run"), host.path("gone")).unwrap();
                 fs::remove_dir_all(host.path("gone")).unwrap();
@@ -561,7 +552,7 @@ fn what_others_break_is_repaired(topology: Topology) {
         assert_eq!(control_pid(&status), control_pid(&before));
         bystander.check();
     }
-    // The service does not make the log file again. The service reports once that the log file was removed.
+    // The service can't make the control daemon write to a new log file. It reports the removal once.
     let _ = fs::remove_file(host.control_log());
     host.reload();
     waits_for_log(&host, "was removed; the control daemon still writes to the removed file");
@@ -571,8 +562,8 @@ fn what_others_break_is_repaired(topology: Topology) {
     host.nothing_runs();
 }
 
-/// The state file is lost while the service does not run: the next service takes the running control daemon for a foreign
-/// one, lets it run until its clients have ended, and replaces it.
+/// The state file is lost while the service does not run. The next service takes the running control daemon for a foreign one,
+/// waits for its clients' end, and then replaces it.
 fn a_state_file_lost_while_down_costs_no_client(topology: Topology) {
     for loss in ["removed", "cut", "garbage"] {
         let mut host = Host::serving_as(topology, "h200");
@@ -599,9 +590,8 @@ fn a_state_file_lost_while_down_costs_no_client(topology: Topology) {
     }
 }
 
-/// Removing the directory of a control daemon ends no client. Commands can't reach a control daemon whose directory was
-/// removed, and the status says so. The service starts a new control daemon: at once if the present one has no clients,
-/// otherwise after their end.
+/// The removal of a control daemon's directory ends no client. The control daemon can no longer be commanded, and the status
+/// says so. The service replaces it at once if it has no clients, otherwise after their end.
 fn a_removed_pipe_directory_is_made_again(topology: Topology) {
     for with_client in [false, true] {
         let mut host = Host::serving_as(topology, "h200");
@@ -632,7 +622,7 @@ fn a_removed_pipe_directory_is_made_again(topology: Topology) {
     }
 }
 
-/// Sends this number of commands to the control daemon, which writes some 140 bytes to its log for each command.
+/// Sends `commands` commands to the control daemon. Each one adds about 140 bytes to its log.
 fn flood(host: &Host, pipe: &Path, commands: usize) {
     let mut front_end = host
         .command("nvidia-cuda-mps-control")
@@ -646,9 +636,8 @@ fn flood(host: &Host, pipe: &Path, commands: usize) {
     front_end.wait().unwrap();
 }
 
-/// The service rotates a control daemon's log that exceeds its size limit while processes write to the log. The service
-/// understands later lines, even if it was just started and does not find the lines about limits in the log, and misses no
-/// fault.
+/// The service rotates a log that is too large while processes write to it. The service still understands later lines and
+/// misses no fault. This holds even for a service that has just started and can't find the lines about limits in the log.
 fn the_log_is_rotated_under_load(topology: Topology) {
     let mut host = Host::with_topology(topology, "h200");
     host.configure("cuda_mps_log_max_size: 1");
@@ -656,7 +645,8 @@ fn the_log_is_rotated_under_load(topology: Topology) {
     let before = host.wait_for_state("ready");
     let bystander = Bystander::start(&host, &host.pipe(), Duration::from_secs(600));
     for killed in [true, false, true] {
-        // Before the log is rotated, the service has read most of the log, and has saved the offset up to which it has read.
+        // The test waits until the service has read most of the log and has stored how far. Then it makes the log large enough
+        // for a rotation.
         let length = |name: &str| Some(fs::metadata(host.control_log().with_file_name(name)).ok()?.len());
         while length("control.log").unwrap() < 700_000 {
             flood(&host, &host.pipe(), 500);
@@ -690,8 +680,8 @@ fn the_log_is_rotated_under_load(topology: Topology) {
     assert_eq!(exit_code(hit), Some(4));
 }
 
-/// A GPU falls off the bus and comes back while another GPU computes: the slices of the lost GPU stay listed as unhealthy,
-/// and the client of the other GPU goes on.
+/// A GPU falls off the bus and comes back. Meanwhile its slices stay listed as unhealthy, and a client on another GPU computes
+/// on.
 fn a_gpu_that_is_lost_and_back(topology: Topology) {
     let mut host = Host::serving_as(topology, "h200x8");
     let before = host.wait_for_state("ready");
@@ -715,7 +705,6 @@ fn a_gpu_that_is_lost_and_back(topology: Topology) {
     assert_eq!(host.compute_mode(3), "Default");
 }
 
-/// After one failed wait for NVML's events, the service must still report the critical errors of all GPUs.
 fn critical_errors_are_told_after_a_failed_wait(topology: Topology) {
     let mut host = Host::serving_as(topology, "h200x8");
     host.plant("error/nvmlEventSetWait", "15");
@@ -730,7 +719,6 @@ fn critical_errors_are_told_after_a_failed_wait(topology: Topology) {
     assert_eq!(host.stop().code(), Some(0));
 }
 
-/// Waits until a critical error of a GPU is in the service's log and among its events.
 fn xid_is_told(host: &Host, gpu: usize, number: u32) {
     let name = host.json(&["status"]).unwrap()["gpus"][gpu]["addr"].as_str().unwrap().to_owned();
     let words = format!("GPU {name} met a critical error, Xid {number}");
@@ -749,8 +737,8 @@ fn xid_is_told(host: &Host, gpu: usize, number: u32) {
 /// A third of the 30 s between two health checks of an unused GPU.
 const BEFORE_THE_NEXT_LOOK: Duration = Duration::from_secs(10);
 
-/// Waits at most `longest` for a change that the service must find before its next regular health check, which would find the
-/// change too.
+/// Waits at most `longest`. The next regular health check would find the change too, so the limit must be shorter than the time
+/// to this health check.
 fn wait_within<T>(longest: Duration, what: &str, mut look: impl FnMut() -> Option<T>) -> T {
     let deadline = Instant::now() + longest;
     wait_for(what, || {
@@ -760,7 +748,7 @@ fn wait_within<T>(longest: Duration, what: &str, mut look: impl FnMut() -> Optio
     })
 }
 
-/// The service reports a critical error of a GPU, and checks the GPU at once, so that it finds other changes of the GPU too.
+/// The service reports a critical error of a GPU, and checks the GPU at once. So it also finds another change of the GPU early.
 fn a_critical_error_is_told_and_looked_into(topology: Topology) {
     let mut host = Host::serving_as(topology, "h200");
     host.plant("gpus/0/compute_mode", "Default");
@@ -772,8 +760,8 @@ fn a_critical_error_is_told_and_looked_into(topology: Topology) {
     assert_eq!(host.stop().code(), Some(0));
 }
 
-/// A GPU with a critical error that asks for a reset of the GPU takes no new client, even after a restart of the service, and
-/// the GPU's present clients go on. An administrator's reload lets the GPU take clients again.
+/// After a critical error that asks for a reset, the GPU takes no new client, even if the service restarts. Its present clients
+/// run on. An administrator's reload makes the GPU take clients again.
 #[test]
 fn a_gpu_that_needs_a_reset_takes_no_new_client() {
     let mut host = Host::serving("h200x8");
@@ -782,15 +770,15 @@ fn a_gpu_that_needs_a_reset_takes_no_new_client() {
     let healthy = |host: &Host| host.list().iter().filter(|device| device["healthy"] == true).count();
     let sick = host.list()[4 * 3]["addr"].as_str().unwrap().to_owned();
     let before = host.environment_of(&sick);
-    // The Xids 13 and 94 can be caused by a program, and for the Xid 154 the driver recommends no action. So GPUs with these
-    // errors go on taking clients.
+    // A program can cause the Xids 13 and 94, and for the Xid 154 the driver recommends no action. So these GPUs still take
+    // clients.
     host.plant("gpus/2/recovery_action", "0");
     for (gpu, number) in [(1, 13), (1, 94), (2, 154)] {
         host.meets_xid(gpu, number);
         xid_is_told(&host, usize::try_from(gpu).unwrap(), number);
     }
     assert_eq!(healthy(&host), 32);
-    // The driver recommends a reboot for GPU 5, so the GPU takes no new client, whatever the number of its error is.
+    // The driver recommends a reboot for GPU 5. So GPU 5 takes no new client, although its Xid has no meaning for the service.
     host.plant("gpus/5/recovery_action", "2");
     host.meets_xid(3, 48);
     host.meets_xid(5, 999);
@@ -804,8 +792,7 @@ fn a_gpu_that_needs_a_reset_takes_no_new_client() {
     assert!(reason.contains("--gpu-reset") && reason.contains("yunion-mpsctl reload"), "{reason}");
     let refused = host.mpsctl(&["run", &sick, "--", "true"]);
     assert!(!refused.status.success() && text(&refused).contains("Xid 48"), "{}", text(&refused));
-    // A container that was started before the error still has the environment of its slice. A program in the container finds
-    // no control daemon with this environment.
+    // A container from before the error still has the environment of its slice. A program in it finds no control daemon.
     let late = host.program(&["props"]).envs(before).stdout(Stdio::piped()).output().unwrap();
     assert!(text(&late).contains("(46)"), "{}", text(&late));
     host.signal(Signal::KILL);
@@ -819,8 +806,8 @@ fn a_gpu_that_needs_a_reset_takes_no_new_client() {
     assert_eq!(healthy(&host), 32);
     bystander.check();
     drop(bystander);
-    // A GPU can be reset only while the service is stopped. So a service that starts after a stop does not take the GPU for
-    // one in need of a reset.
+    // Only while the service is stopped can an administrator reset a GPU. So after a stop, the service no longer asks for a
+    // reset.
     host.meets_xid(3, 48);
     wait_for("a GPU that takes no client", || (healthy(&host) == 28).then_some(()));
     assert_eq!(host.stop().code(), Some(0));
@@ -829,8 +816,8 @@ fn a_gpu_that_needs_a_reset_takes_no_new_client() {
     assert_eq!(host.stop().code(), Some(0));
 }
 
-/// The service also reports the critical error of a GPU that falls off the bus at the same moment, and so has no UUID any
-/// more. After the critical error of a lost GPU, the service still reports errors of other GPUs.
+/// A GPU that falls off the bus loses its UUID and has a critical error at the same moment. The service reports this error, and
+/// later errors of other GPUs too.
 fn a_critical_error_of_a_lost_gpu_is_told(topology: Topology) {
     let mut host = Host::serving_as(topology, "h200x8");
     host.plant("gpus/3/lost", "");
@@ -846,15 +833,14 @@ fn a_critical_error_of_a_lost_gpu_is_told(topology: Topology) {
     assert_eq!(host.stop().code(), Some(0));
 }
 
-/// The path of the library libfaketime, which depends on the architecture of the machine.
 fn fake_clock() -> PathBuf {
     let libraries = fs::read_dir("/usr/lib").unwrap().flatten();
     let mut places = libraries.map(|entry| entry.path().join("faketime/libfaketime.so.1"));
     places.find(|library| library.exists()).expect("libfaketime is not there; install faketime")
 }
 
-/// The system time jumps by days while a client runs: nothing that the service does depends on the system time, neither while
-/// the service runs nor when it takes over control daemons that were started before the jump.
+/// The system time jumps by days while a client runs. Nothing that the service does depends on the system time, not even the
+/// take-over of control daemons from before the jump.
 fn a_clock_that_jumps_disturbs_nobody(topology: Topology) {
     let mut host = Host::with_topology(topology, "h200");
     let clock = host.path("clock");
@@ -877,8 +863,8 @@ fn a_clock_that_jumps_disturbs_nobody(topology: Topology) {
     for (offset, days) in [("-3d", -3), ("+5d", 5), ("-1d", -1)] {
         set(offset);
         host.reload();
-        // The service gives its events the new system time, and the newest event is the last in the list even if its time is
-        // earlier than that of other events.
+        // Events have the new system time. The list is in the order of events, so the newest event is last even if its time is
+        // earlier.
         let (at, text) = wait_for("an event of that day", || {
             let (at, text) = newest(&host);
             const DAY: i64 = 86_400_000_000;
@@ -897,8 +883,7 @@ fn a_clock_that_jumps_disturbs_nobody(topology: Topology) {
     assert_eq!(host.compute_mode(0), "Default");
 }
 
-/// Runs `yunion-mpsctl status` again and again until `done` returns true, and returns the median and the longest time of a
-/// run.
+/// Runs `yunion-mpsctl status` until `done` returns true. Returns the median and the longest time of a run.
 fn latency_of_status(host: &Host, mut done: impl FnMut() -> bool) -> (Duration, Duration) {
     let mut taken = Vec::new();
     let deadline = Instant::now() + DEADLINE * 4;
@@ -912,9 +897,8 @@ fn latency_of_status(host: &Host, mut done: impl FnMut() -> bool) -> (Duration, 
     (taken.get(taken.len() / 2).copied().unwrap_or_default(), taken.last().copied().unwrap_or_default())
 }
 
-/// A tenant can cause 64 MiB of lines in a control daemon's log at once. While the service reads these lines, no caller waits
-/// for the service, and a control daemon that ends is replaced. The log is rotated, and the service understands a fault after
-/// these lines.
+/// A tenant can add 64 MiB of lines to a control daemon's log at once. While the service reads them, it still answers callers
+/// and replaces a control daemon that ends. It rotates the log, and understands a fault after these lines.
 fn a_burst_in_the_log_keeps_nobody_waiting(topology: Topology) {
     let mut host = Host::with_topology(topology, "h200");
     host.configure("cuda_mps_log_max_size: 1");
@@ -967,8 +951,6 @@ fn a_burst_in_the_log_keeps_nobody_waiting(topology: Topology) {
     host.nothing_runs();
 }
 
-/// A tenant can write lines to a control daemon's log faster than the service reads them. The service carries out a request of an
-/// administrator before it has read the last line.
 fn lines_without_end_keep_no_request_waiting(topology: Topology) {
     let mut host = Host::serving_as(topology, "h200");
     let mut log = File::options().append(true).open(host.control_log()).unwrap();
@@ -980,8 +962,8 @@ fn lines_without_end_keep_no_request_waiting(topology: Topology) {
     host.nothing_runs();
 }
 
-/// A tenant can't fill the journal of the host with lines of the control daemon's log: the service leaves lines beyond a
-/// limit out of the journal, and counts them.
+/// A tenant can't flood the host's journal through the control daemon's log. The service passes on a limited number of lines
+/// and counts the rest.
 fn a_burst_of_warnings_does_not_flood_the_journal(topology: Topology) {
     let mut host = Host::serving_as(topology, "h200");
     let line = "[2026-11-21 02:13:53.814 Server   879] Failed to accept new client. Maximum number of clients (48) reached.\n";
@@ -994,8 +976,6 @@ fn a_burst_of_warnings_does_not_flood_the_journal(topology: Topology) {
     assert_eq!(host.stop().code(), Some(0));
 }
 
-/// The service reports how many lines of a control daemon's log it has left out of the journal, before the next control
-/// daemon starts.
 fn the_end_of_a_control_daemon_tells_how_many_lines_were_left_out(topology: Topology) {
     let mut host = Host::serving_as(topology, "h200");
     let status = host.wait_for_state("ready");
@@ -1013,7 +993,7 @@ fn the_end_of_a_control_daemon_tells_how_many_lines_were_left_out(topology: Topo
     assert_eq!(host.stop().code(), Some(0));
 }
 
-/// Reloads the service again and again until words are in its log that only a health check writes.
+/// Reloads the service until its log has words that only a health check writes.
 fn waits_for_log_with_reloads(host: &Host, words: &str) {
     wait_for(words, || {
         host.reload();
@@ -1021,8 +1001,8 @@ fn waits_for_log_with_reloads(host: &Host, words: &str) {
     });
 }
 
-/// If a file that the service has not made has the name of the control daemon's log, the service neither writes to the file
-/// nor blocks when it opens the file.
+/// A file that is not the service's has the name of the control daemon's log. The service does not write to this file, and its
+/// open of the file does not block.
 fn only_a_file_of_ours_is_the_log(topology: Topology) {
     for kind in ["link", "fifo", "hard link", "theirs"] {
         if kind == "theirs" && !root_or_skip("only_a_file_of_ours_is_the_log (theirs)") {
@@ -1054,7 +1034,7 @@ fn only_a_file_of_ours_is_the_log(topology: Topology) {
     }
 }
 
-/// While the service copies a log to rotate it, a test replaces the log by a link to another file: the service does not
+/// The test replaces the log by a link to another file while the service copies the log for its rotation. The service must not
 /// change the other file.
 fn a_rotated_log_empties_no_other_file(topology: Topology) {
     for _ in 0..2 {
@@ -1069,7 +1049,7 @@ fn a_rotated_log_empties_no_other_file(topology: Topology) {
         File::options().append(true).open(&log).unwrap().write_all(burst.as_bytes()).unwrap();
         let kept = host.control_log().with_file_name("control.log.1");
         let deadline = Instant::now() + DEADLINE;
-        // The test looks for the copy of the log every 100 us, since the service copies the log within milliseconds.
+        // The service copies the log within milliseconds. So the test looks for the copy every 100 us.
         while !kept.exists() {
             assert!(Instant::now() < deadline, "the log is never rotated");
             std::thread::sleep(Duration::from_micros(100));
@@ -1087,13 +1067,13 @@ fn event_texts(status: &Value) -> Vec<&str> {
     status["events"].as_array().unwrap().iter().map(|event| event["text"].as_str().unwrap()).collect()
 }
 
-/// If the modes of the pipe directory or the socket keep users from connecting, a health check or a take-over of the control
-/// daemon restores the modes, and the service reports that.
+/// With wrong modes on the pipe directory or the socket, users can't connect. A health check and a take-over restore the modes,
+/// and the service reports the change.
 fn users_that_were_kept_out_are_let_in_again(topology: Topology) {
     let mut host = Host::serving_as(topology, "h200");
     let before = control_pid(&host.wait_for_state("ready"));
     let mode = |path: &Path| fs::metadata(path).unwrap().permissions().mode() & 0o777;
-    // The socket in the pipe directory is a hard link to the socket in the private directory, so its mode changes too.
+    // The socket in the pipe directory is a hard link to the socket in the private directory, so both have the same mode.
     let socket = host.private().join("control");
     for taken_over in [false, true] {
         for (path, bad, good) in [(host.pipe(), 0o700, 0o755), (socket.clone(), 0o600, 0o666)] {
@@ -1115,8 +1095,8 @@ fn users_that_were_kept_out_are_let_in_again(topology: Topology) {
     assert_eq!(host.stop().code(), Some(0));
 }
 
-/// If the socket of a control daemon belongs to another user than root, this user can decide which users may connect: the
-/// GPUs are not healthy, and the service has a new socket made as soon as the control daemon has no clients.
+/// The owner of a control daemon's socket can decide which users connect. If that owner is not root, the GPUs are unhealthy,
+/// and the service replaces the control daemon when it has no clients.
 fn a_socket_of_another_user_is_not_healthy(topology: Topology) {
     if !root_or_skip("a_socket_of_another_user_is_not_healthy") {
         return;
@@ -1135,7 +1115,6 @@ fn a_socket_of_another_user_is_not_healthy(topology: Topology) {
     assert_eq!(host.stop().code(), Some(0));
 }
 
-/// Waits until a control daemon with another PID than `before` serves, and returns its PID.
 fn recovered_after(host: &Host, before: u32) -> u32 {
     let status = host.wait_for_status("another control daemon", |status| {
         let pid = control_daemon(status)["pid"].as_u64();
@@ -1144,8 +1123,8 @@ fn recovered_after(host: &Host, before: u32) -> u32 {
     control_pid(&status)
 }
 
-/// A fully used GPU, with 12 of 12 clients in each of its four slices, is healthy: all clients compute. Only the 49th client
-/// is refused, and the service reports that. After a client has ended, the next client is accepted.
+/// A GPU with 12 of 12 clients in each of its four slices is healthy, and all clients compute. The 49th client is refused, and
+/// the service reports it. When a client ends, another can come.
 #[test]
 fn a_full_gpu_stays_healthy_and_says_so() {
     let mut host = Host::serving("h200");
@@ -1169,8 +1148,8 @@ fn a_full_gpu_stays_healthy_and_says_so() {
             && gpu["healthy"] == true
             && gpu["reason"].as_str().unwrap().starts_with("full: all 48 places for clients are taken")
     };
-    // No client was refused yet. The reload makes the service check the GPU and find that the GPU has as many clients as it
-    // can have.
+    // No client was refused yet, so the log does not name a full GPU. A health check also finds that the GPU has its greatest
+    // number of clients.
     host.reload();
     host.wait_for_status("a full GPU", is_full);
     let full_slices = || {
@@ -1205,8 +1184,8 @@ fn a_full_gpu_stays_healthy_and_says_so() {
     assert_eq!(host.stop().code(), Some(0));
 }
 
-/// Without multi-user mode, MPS lets a client of another user wait until all clients of the first user have ended. The
-/// service publishes an event about the waiting client, and lists the client.
+/// Without multi-user mode, a client of another user waits until all clients of the first user have ended. The service reports
+/// the waiting client in an event and lists it.
 #[test]
 fn a_client_that_waits_for_another_user_is_told() {
     if !root_or_skip("a_client_that_waits_for_another_user_is_told") {
@@ -1253,8 +1232,8 @@ fn a_client_that_waits_for_another_user_is_told() {
     assert_eq!(host.stop().code(), Some(0));
 }
 
-/// If the service can open no more files when the driver comes back, its message says so, and does not propose to reinstall
-/// the driver, which works.
+/// The service can open no more files when the driver comes back. The message says so, and does not advise to reinstall the
+/// driver, which is in order.
 #[test]
 fn too_few_descriptors_are_called_so() {
     let mut host = Host::new("h200");
@@ -1273,8 +1252,7 @@ fn too_few_descriptors_are_called_so() {
             .output()
             .unwrap(),
     );
-    // The test sets the service's limit of open files to the lowest free descriptor number, so the service can't open any
-    // further file.
+    // The limit of open files is set to the lowest free descriptor number. So the service can open no further file.
     let numbers = fs::read_dir(format!("/proc/{pid}/fd")).unwrap().flatten();
     let numbers: Vec<u32> =
         numbers.map(|entry| entry.file_name().to_str().unwrap().parse().unwrap()).collect();
@@ -1292,12 +1270,12 @@ fn too_few_descriptors_are_called_so() {
     assert_eq!(host.stop().code(), Some(0));
 }
 
-/// A process may have any name, and a name with a line break must not look like a line of the service's log.
+/// The name of a process can contain line breaks. A part of the name must not become a line of the service's log.
 fn the_name_of_a_process_makes_no_line_of_the_log(topology: Topology) {
     let host = Host::serving_as(topology, "h200");
     let program = host.path("a\nFORGED line");
-    // `cp` writes the file. If the process of the tests wrote the program file, a child that another thread forks at that
-    // moment could have the file open, and the kernel would refuse to execute the file.
+    // `cp` writes the program. If the test process itself wrote it, a child that another thread forks meanwhile would have the
+    // file open for writing. The kernel would then refuse to execute the file.
     assert!(Command::new("cp").arg("/bin/sleep").arg(&program).status().unwrap().success());
     let mut child = Command::new(&program).arg("600").spawn().unwrap();
     let pid = child.id();

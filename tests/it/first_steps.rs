@@ -1,5 +1,4 @@
-//! The first steps of a user: `setup` writes a configuration for a host without configuration, and `run --free` starts a
-//! program on a free slice.
+//! Tests of a user's first steps: `setup` writes a configuration, and `run --free` starts a program on a free slice.
 
 use crate::support::host::{binaries, mpsctl};
 use std::collections::{BTreeMap, BTreeSet};
@@ -17,8 +16,8 @@ use crate::support::golden;
 use crate::support::host::{Host, text};
 use crate::support::wait::wait_for;
 
-/// Starts a program with `yunion-mpsctl run --free` on these GPUs or models, waits until the program is a client, and returns
-/// the program and its slice.
+/// Starts a program with `yunion-mpsctl run --free` on one of these GPUs or models. Waits until it is a client, and returns it
+/// with its slice.
 fn on_free_slice(host: &Host, of: &[&str]) -> (Client, String) {
     let before = clients(host);
     let mut run = host.command("yunion-mpsctl");
@@ -30,7 +29,6 @@ fn on_free_slice(host: &Host, of: &[&str]) -> (Client, String) {
     (run, slice)
 }
 
-/// The slice of each client that the service lists, by the client's PID.
 fn clients(host: &Host) -> BTreeMap<u64, String> {
     let listed = host.busctl("ListClients");
     let facts =
@@ -44,7 +42,7 @@ fn run_free_takes_the_slice_with_the_fewest_clients() {
     let directory = binaries();
     host.prefer(&directory);
     host.start();
-    // The second A100 is in MIG mode and can't be served, so the service is degraded.
+    // The second A100 is in MIG mode and can't be served. So the service is degraded.
     host.wait_for_state("degraded");
     let mut running = Vec::new();
     for (of, expected) in [
@@ -78,8 +76,8 @@ fn run_free_takes_the_slice_with_the_fewest_clients() {
     }
 }
 
-/// A container has a client only once its program has started CUDA, so `env --free` must also take account of the slices that
-/// it has given out a moment before.
+/// A container has a client only after its program has started CUDA. So `env --free` also counts the slices that it has just
+/// given out.
 #[test]
 fn each_choice_of_a_moment_is_another_slice() {
     let mut host = Host::new("tesla-p40");
@@ -92,7 +90,7 @@ fn each_choice_of_a_moment_is_another_slice() {
         answer["environment"]["YUNION_MPS_DEVICE"].as_str().unwrap().to_owned()
     };
     let chosen: Vec<String> = std::iter::repeat_with(choose).take(5).collect();
-    // After each slice was given out once, the service gives the first slice again instead of refusing the caller.
+    // After each slice was given out once, `env --free` gives out the first slice again, and refuses no caller.
     assert_eq!(chosen, ["00:06.0-0", "00:06.0-1", "00:06.0-2", "00:06.0-3", "00:06.0-0"]);
     let together: Vec<_> = (0..3)
         .map(|_| {
@@ -104,7 +102,6 @@ fn each_choice_of_a_moment_is_another_slice() {
     assert_eq!(outputs.collect::<BTreeSet<_>>().len(), 3, "commands of one moment");
 }
 
-/// If the service finds no configuration, the commands say how to write a configuration with `setup`.
 #[test]
 fn a_service_without_configuration_names_setup() {
     let mut host = fresh("tesla-p40");
@@ -115,14 +112,14 @@ fn a_service_without_configuration_names_setup() {
     for command in [&["list"][..], &["status"], &["doctor", "--sysroot", &root]] {
         let said = text(&host.mpsctl(command)).replace(['\n', ' '], "");
         assert!(said.contains("yunion-mpsctlsetup"), "{command:?}: {said}");
-        // The message names the configuration files that the service has looked for, since an administrator may have misspelt
-        // the name of a file.
+        // An administrator may have mistyped the name of a configuration file. So the message names the files that the service
+        // has looked for.
         assert!(
             said.contains("filesthatdonotexist:/opt/yunion/bin/etc/host.conf,/etc/yunion/host.conf"),
             "{command:?}: {said}"
         );
     }
-    // If an administrator has disabled MPS, no command proposes to run `setup`.
+    // If an administrator has disabled MPS, no command advises to run `setup`.
     fs::create_dir_all(host.file("/etc/yunion")).unwrap();
     fs::write(host.file("/etc/yunion/host.conf"), "enable_cuda_mps: false\n").unwrap();
     assert!(host.call("Control.Reload").status.success());
@@ -132,8 +129,8 @@ fn a_service_without_configuration_names_setup() {
     }
 }
 
-/// NVIDIA's container toolkit mounts CUDA's default pipe directory into every container. Doctor warns if the service uses
-/// this directory on such a host, so `setup` does not choose it.
+/// NVIDIA's container toolkit mounts CUDA's default pipe directory into every container, and doctor warns of this directory on
+/// such a host. So `setup` chooses another pipe directory there.
 #[test]
 fn setup_beside_a_container_toolkit_is_a_configuration_that_doctor_accepts() {
     let host = fresh("h200");
@@ -162,7 +159,7 @@ fn run_without_dashes_says_where_they_stand() {
     );
 }
 
-/// A host on which the package is installed, and which has no configuration yet.
+/// Returns a host with the installed package and without a configuration.
 fn fresh(board: &str) -> Host {
     let host = Host::new(board);
     fs::remove_dir_all(host.file("/etc/yunion")).unwrap();
@@ -174,7 +171,7 @@ fn setup(host: &Host, arguments: &[&str]) -> Output {
     host.mpsctl(&[&["setup", "--sysroot", &root], arguments].concat())
 }
 
-/// Runs `yunion-mpsctl setup` on a terminal, types these answers, and returns its output.
+/// Runs `yunion-mpsctl setup` on a terminal, types `answers`, and returns its output.
 fn answered(host: &Host, answers: &str) -> String {
     let program = mpsctl();
     let script =
@@ -187,7 +184,7 @@ fn answered(host: &Host, answers: &str) -> String {
     text(&terminal.wait_with_output().unwrap()).replace('\r', "")
 }
 
-/// The names of the files in /etc/yunion, with their texts.
+/// Returns the files in /etc/yunion by name. Fails unless each file has the mode 644.
 fn files(host: &Host) -> BTreeMap<String, String> {
     let Ok(entries) = fs::read_dir(host.file("/etc/yunion")) else { return BTreeMap::new() };
     let file = |entry: fs::DirEntry| {
@@ -197,7 +194,6 @@ fn files(host: &Host) -> BTreeMap<String, String> {
     entries.map(|entry| file(entry.unwrap())).collect()
 }
 
-/// The lines of a configuration file that are no comments.
 fn settings(text: &str) -> String {
     text.lines()
         .filter(|line| !line.is_empty() && !line.starts_with('#'))
@@ -205,7 +201,6 @@ fn settings(text: &str) -> String {
         .collect()
 }
 
-/// The output of `yunion-mps-daemon --check`, which must find nothing wrong.
 fn checked(host: &Host) -> String {
     let check = host.check();
     assert!(check.status.success(), "{}", text(&check));
@@ -218,7 +213,7 @@ fn setup_of_a_host_without_the_platform_is_one_file() {
     let done = setup(&host, &["--yes"]);
     let said = text(&done);
     assert!(done.status.success(), "{said}");
-    // The manual page of `setup` contains the output of this run of `setup`.
+    // The manual page shows the output of this run.
     let example = Path::new(env!("CARGO_MANIFEST_DIR")).join("packaging/man/examples/setup.txt");
     let shown = format!("Output with --yes, on a host with one Tesla P40 and without configuration:\n{said}");
     if golden::is_update() {
@@ -235,8 +230,7 @@ fn setup_of_a_host_without_the_platform_is_one_file() {
         settings(&written["host.conf"]),
         "enable_cuda_mps: true\ncuda_mps_replicas: 3\ncuda_mps_pipe_directory: /tmp/nvidia-mps\n"
     );
-    // `setup` prints what `--check` prints about the new configuration. `--check` also compares the configuration with a
-    // running service.
+    // `setup` prints what `--check` prints for the new configuration, except for the comparison with a running service.
     let check = checked(&host);
     let (check, _) = check.split_once("\nNothing to compare with: ").unwrap();
     assert!(check.contains("3 slices, 00:06.0-0 to 00:06.0-2") && said.contains(check), "{check}\n{said}");
@@ -249,8 +243,8 @@ fn setup_of_a_host_without_the_platform_is_one_file() {
     assert_eq!(files(&host), written);
 }
 
-/// `setup` names the share of a GPU that each program gets, since the share surprises users whose program has used the GPU
-/// alone so far. GPUs before Volta enforce no share.
+/// `setup` prints the share of a GPU that each program gets, since this surprises users whose program has had the whole GPU so
+/// far. GPUs before Volta enforce no share.
 #[test]
 fn setup_says_how_much_of_a_gpu_every_program_has() {
     let said = |board: &str, arguments: &[&str]| text(&setup(&fresh(board), arguments));
@@ -295,13 +289,12 @@ fn setup_of_a_host_of_the_platform_names_each_gpu() {
          - path: /dev/dri/renderD131\n  type: NVIDIA_MPS\n  virtual_number: 4\n"
     );
     let check = checked(&host);
-    // The platform's host agent reads the same configuration files, and `--check` finds nothing that the host agent would
-    // read differently.
+    // `--check` has no warning about the platform's host agent, which reads the same files.
     assert!(!check.contains("agent") && !check.contains("not served"), "{check}");
 }
 
-/// The service does not divide the host's memory by itself, so for a GPU that uses the host's memory, `setup` writes how much
-/// memory each slice gets.
+/// On a GPU that uses the host's memory, the service does not choose the memory of slices. So `setup` writes it into the
+/// configuration.
 #[test]
 fn setup_writes_the_memory_of_slices_that_share_the_hosts() {
     let host = fresh("gb10");
@@ -316,7 +309,7 @@ fn setup_writes_the_memory_of_slices_that_share_the_hosts() {
     );
     let check = checked(&host);
     assert!(check.contains("4 slices, ") && check.contains("27258 MiB"), "{check}");
-    // Without knowing the size of the host's memory, `setup` can't calculate how much memory a slice gets.
+    // Without the size of the host's memory, `setup` can't compute the memory of a slice.
     let host = fresh("gb10");
     fs::remove_file(host.file("/proc/meminfo")).unwrap();
     let refused = setup(&host, &["--yes"]);
@@ -330,7 +323,7 @@ fn setup_writes_the_memory_of_slices_that_share_the_hosts() {
 
 #[test]
 fn setup_changes_no_file_that_is_there_and_says_what_belongs_in_it() {
-    // The installation of the Yunion platform leaves a host with MPS disabled and with a device file.
+    // The platform's installation leaves this configuration: MPS is disabled, and there is a device file.
     let host = Host::new("h200");
     host.configure("enable_cuda_mps: false");
     host.devices(&["path: /dev/dri/renderD128, type: NVIDIA_GPU_SHARE, virtual_number: 2"]);
@@ -351,17 +344,16 @@ fn setup_changes_no_file_that_is_there_and_says_what_belongs_in_it() {
         }
         assert_eq!(files(&host), before);
     }
-    // After an administrator has made the changes that `setup` asks for, the host has the slices that `setup` describes.
+    // With the changes that `setup` has asked for, the host has the slices that `setup` has described.
     host.configure("enable_cuda_mps: true");
     host.devices(&["path: /dev/dri/renderD128, type: NVIDIA_MPS, virtual_number: 10"]);
     assert!(checked(&host).contains("10 slices, "));
 
-    // If the configuration has a mistake, `setup` only reports the mistake.
     host.configure("enable_cuda_mps: perhaps");
     let wrong = setup(&host, &["--yes"]);
     assert_eq!(wrong.status.code(), Some(1));
     assert!(text(&wrong).contains("error: /etc/yunion/host.conf:") && text(&wrong).contains("has mistakes"));
-    // `setup` also checks a device file that host.conf does not name yet.
+    // `setup` also reads a device file that host.conf does not name yet.
     let host = fresh("mixed");
     fs::create_dir_all(host.file("/etc/yunion")).unwrap();
     fs::write(host.file("/etc/yunion/host_container_device.yml"), "devices: []\n").unwrap();
@@ -405,8 +397,8 @@ fn setup_asks_on_a_terminal() {
     }
 }
 
-/// With a control daemon for each slice, only CUDA programs with a slice find a control daemon, so `setup` does not ask if
-/// all CUDA programs should find one.
+/// With a control daemon for each slice, a program without a slice finds no control daemon. So `setup` does not ask whether all
+/// programs should find one.
 #[test]
 fn setup_gives_each_slice_a_control_daemon_where_a_fault_shall_stay_in_its_slice() {
     let host = fresh("h200");
@@ -421,7 +413,7 @@ fn setup_gives_each_slice_a_control_daemon_where_a_fault_shall_stay_in_its_slice
     let done = setup(&host, &["--yes", "--slices", "4", "--isolate-slices"]);
     assert!(done.status.success(), "{}", text(&done));
     assert_eq!(settings(&files(&host)["host.conf"]), per_slice);
-    // The control daemon of an older driver can't isolate slices, so `setup` does not ask if a fault should stay in its
+    // The control daemon of an older driver can't isolate slices. So `setup` does not ask whether a fault should stay in its
     // slice.
     let said = answered(&fresh("tesla-p40"), "4\nn\nn\ny\n");
     assert!(said.contains("Written: ") && !said.contains("Should a fault"), "{said}");
@@ -444,8 +436,8 @@ fn setup_without_a_terminal_a_driver_or_the_rights_says_so() {
         text(&dry)
     );
     assert!(files(&host).is_empty());
-    // The unprivileged user may have no right to enter the directory of the program `setup`, so the script opens the program
-    // before and executes it by its descriptor.
+    // The unprivileged user may not be able to enter the directory of yunion-mpsctl. So the shell opens the program as root,
+    // and the user executes it by its descriptor.
     let script = "exec 3<\"$0\"; exec $1 /proc/self/fd/3 setup";
     let as_nobody = "setpriv --reuid=65534 --regid=65534 --clear-groups";
     let as_who = if geteuid().is_root() { as_nobody } else { "" };
@@ -458,7 +450,7 @@ fn setup_without_a_terminal_a_driver_or_the_rights_says_so() {
          files to every user\n"
     );
 
-    // On this host the driver is not installed yet.
+    // A host without an installed driver.
     let mut host = fresh("tesla-p40");
     let empty = host.path("empty");
     fs::create_dir(&empty).unwrap();

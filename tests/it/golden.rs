@@ -1,23 +1,19 @@
-//! The outputs of every command on every simulated board, compared with the recorded files in tests/golden
-//! (`support/golden.rs`).
+//! Compares the output of every command on every simulated board with the files in tests/golden (`support/golden.rs`).
 //!
 //!     UPDATE_GOLDEN=1 cargo test --test it golden:: && UPDATE_GOLDEN=1 cargo test --test it screens::
 //!
-//! writes the files again. To record another subcommand, add a line to `CASES`. `tests/golden/BOARD/broken` has the outputs
-//! on the same host after its first GPU has fallen off the bus. The tests of `screens.rs` make their tables from the recorded
-//! JSON, since the widths of columns depend on PIDs.
+//! writes the files again. For another subcommand, add a line to `CASES`. `tests/golden/BOARD/broken` has the outputs on the
+//! same host after its first GPU has fallen off the bus. The tests of `screens.rs` make tables from the recorded JSON instead
+//! of recording them here, since the widths of columns depend on PIDs.
 //!
-//! A value that differs from run to run is replaced by a fixed value, since the manual shows the recorded files. `Normal`
-//! replaces these values:
+//! The manual shows the recorded files, so values that differ from run to run are replaced. `Normal` replaces these values:
 //!
-//! * The host's directory: its sysroot is `/`, its pipe and log directories are the ones of the defaults in /tmp.
-//! * PIDs: 4711, 4712, ... in the order in which an output has them.
-//! * Times: 2026-11-21 12:34:56, three minutes ago.
-//! * The generation, 2, and this program's version, 1.0.0.
+//! * The host's directories, by `/` for its sysroot and by the default pipe and log directories in /tmp.
+//! * PIDs, by 4711, 4712, ... in their order in the output.
+//! * Times, by 2026-11-21 12:34:56 and by three minutes ago.
+//! * The generation, by 2, and the program's version, by 1.0.0.
 //!
-//! Events that depend on timing are left out.
-//!
-//! The commands must print JSON with one value a line and with sorted keys.
+//! Events that depend on timing are removed. JSON must have one value a line, and sorted keys.
 
 use std::fs;
 use std::process::{Child, Command, Stdio};
@@ -30,9 +26,8 @@ use crate::support::golden::{Golden, is_update, unknown_directories};
 use crate::support::host::{Host, binaries, signal_pid, text};
 use crate::support::wait::wait_for;
 
-/// The name of each recorded file without its extension, and the command with the recorded output. The file of a JSON output
-/// has the extension `json`. In a command, DEVICE is the second slice, and CLIENT is the PID of a client of this slice. All
-/// commands of `CASES` run on one host, in this order.
+/// Each command, with the name of the file that has its output. A JSON output has the extension `json`. DEVICE stands for the
+/// second slice, and CLIENT for the PID of a client of this slice. The commands run on one host in this order.
 const CASES: &[(&str, &[&str])] = &[
     ("yunion-mps-daemon-check", &["yunion-mps-daemon", "--check"]),
     ("list", &["yunion-mpsctl", "list", "--json"]),
@@ -70,7 +65,7 @@ const CASES: &[(&str, &[&str])] = &[
     ("reload", &["yunion-mpsctl", "reload", "--json"]),
 ];
 
-/// The commands that are recorded on a host with a lost GPU. Their recorded output may be an error.
+/// The commands on a host with a lost GPU. Their recorded output may be an error.
 const BROKEN: &[(&str, &[&str])] = &[
     ("list", &["yunion-mpsctl", "list", "--json"]),
     ("list-gpus", &["yunion-mpsctl", "list", "--gpus", "--json"]),
@@ -133,10 +128,10 @@ fn board(name: &str) {
     let mut host = Host::new(name);
     host.set("TZ", "UTC");
     host.install();
-    // The environment that `run` shows must not depend on the locale of the user who runs the tests.
+    // The recorded environment of `run` must not depend on the locale of the user who runs the tests.
     host.set("LC_ALL", "C");
     host.start();
-    // One board has a GPU in MIG mode that is never served. So the service may stay degraded, but all control daemons must be
+    // One board has a GPU in MIG mode, which is not served. So the service may be degraded, but all control daemons must be
     // ready.
     host.wait_for_status("as ready as it gets", |status| {
         let ready = |daemon: &Value| daemon["state"] == "ready";
@@ -174,7 +169,8 @@ fn board(name: &str) {
     );
 }
 
-/// Runs a command, for 80 and for 120 columns if both are recorded, and compares its output with the recorded files.
+/// Compares a command's output with its recorded file. If the directory has all outputs, compares the output for 120 columns
+/// too.
 fn hold(
     golden: &mut Golden,
     host: &Host,
@@ -191,7 +187,7 @@ fn hold(
     golden.hold_both(file, command, &narrow, &wide);
 }
 
-/// Runs a command that has to succeed without output on stderr, and returns its output.
+/// Runs a command, which must succeed with an empty stderr, and returns its stdout.
 fn printed(host: &Host, words: &[&str], columns: &str, client: &mut Option<Child>) -> String {
     let devices = host.list();
     let device = devices[1]["addr"].as_str().unwrap();
@@ -201,22 +197,22 @@ fn printed(host: &Host, words: &[&str], columns: &str, client: &mut Option<Child
     let output = command.output().unwrap();
     let text = |bytes: Vec<u8>| String::from_utf8(bytes).unwrap();
     let (said, complained) = (text(output.stdout), text(output.stderr));
-    // The exit status of `doctor` is that of its worst finding.
+    // The exit status of `doctor` depends on its gravest finding.
     let allowed: &[i32] = match words {
         [_, "doctor", ..] => &[0, 4, 5],
-        // One board has a GPU that is never served, so the service is not ready there.
+        // On the board with a GPU in MIG mode, the service is not ready.
         [_, "is-ready", ..] => &[0, 1],
         _ => &[0],
     };
     let status = output.status.code().filter(|status| allowed.contains(status));
-    // The subcommand `slurm` warns on stderr about a GPU that is never served.
+    // `slurm` warns on stderr about a GPU that is not served.
     let may_warn = words.contains(&"slurm");
     assert!(
         status.is_some() && (complained.is_empty() || may_warn),
         "{command:?}: {}: {said}{complained}",
         output.status
     );
-    // `terminate` has ended the GPU work of the client, so its process ends in a moment.
+    // `terminate` has ended the client's GPU work, so the client ends in a moment.
     if words.contains(&"terminate")
         && let Some(mut gone) = client.take()
     {
@@ -225,7 +221,7 @@ fn printed(host: &Host, words: &[&str], columns: &str, client: &mut Option<Child
     said
 }
 
-/// Runs a command that may fail, and returns its output on stdout and stderr.
+/// Runs a command, which may fail, and returns its stdout and stderr.
 fn said(host: &Host, words: &[&str], columns: &str) -> String {
     let devices = host.list();
     let device = devices[1]["addr"].as_str().unwrap();
@@ -249,15 +245,16 @@ fn command(host: &Host, words: &[&str], columns: &str, device: &str, pid: &str) 
     command
 }
 
-/// Copies the client's program to the simulated host, since messages name the program with its path. The path of the copy has
-/// the same length on every machine, so a message is always wrapped at the same word.
+/// Copies the client's program to a path whose length is the same on every machine. Messages contain the path, and would
+/// otherwise be wrapped at different words.
 fn own_client(host: &Host) {
     let program = host.path("bin/cuda-client");
     fs::remove_file(&program).unwrap();
     fs::copy(binaries().join("cuda-client"), &program).unwrap();
 }
 
-/// Makes sure that the host has one client, which computes nothing: if a command has ended the client, starts another client.
+/// Makes sure that the host has exactly one client, which computes nothing. Commands such as `terminate` may have ended the
+/// last client.
 fn ensure_client(host: &Host, device: &str, client: &mut Option<Child>) {
     if client.as_mut().is_some_and(|running| running.try_wait().unwrap().is_none()) {
         return;
@@ -271,27 +268,27 @@ fn ensure_client(host: &Host, device: &str, client: &mut Option<Child>) {
         .unwrap();
     *client = Some(started);
     host.wait_for_only_client();
-    // The service counts a client among the clients of its slice a moment after it has listed the client.
+    // The service lists a client a moment before it counts the client for its slice.
     wait_for("the client in its slice", || {
         let expected = |name: &Value| u64::from(name == device);
         let counted =
             |found: &Value| found["max_clients"].is_null() || found["clients"] == expected(&found["addr"]);
         host.list().iter().all(counted).then_some(())
     });
-    // On GPUs before Volta the service counts the clients of a GPU, and not the clients of its slices.
+    // Before Volta, the service counts clients for the GPU and not for the slices.
     wait_for("the client on its GPU", || {
         let gpus = host.json(&["list", "--gpus"]).unwrap();
         let clients = gpus.as_array().unwrap().iter().filter_map(|gpu| gpu["clients"].as_u64());
         (clients.sum::<u64>() == 1).then_some(())
     });
-    // A server that is started for a client appears in the status a moment later.
+    // A server that has started for the client appears in the status a moment later.
     host.wait_for_status("a server", |status| {
         let daemons = status["control_daemons"].as_array().unwrap();
         daemons.iter().all(|daemon| !daemon["servers"].as_array().unwrap().is_empty())
     });
 }
 
-/// Ends the client as Ctrl-C does: a client that runs at the stop of the service would delay that stop.
+/// Ends the client by SIGTERM. Otherwise the client would delay the stop of the service.
 fn end(client: &mut Option<Child>) {
     if let Some(mut client) = client.take() {
         signal_pid(client.id(), Signal::TERM);
@@ -299,7 +296,7 @@ fn end(client: &mut Option<Child>) {
     }
 }
 
-/// Replaces the values in one output that differ from run to run.
+/// Replaces the values in an output that differ from run to run.
 struct Normal {
     root: String,
     pids: std::cell::RefCell<Vec<String>>,
@@ -317,7 +314,7 @@ impl Normal {
         Self { root, pids: std::cell::RefCell::default() }
     }
 
-    /// Replaces PIDs: 4711 stands for the first PID of an output, 4712 for the second.
+    /// Replaces a PID by 4711 for the first PID of an output, 4712 for the second, and so on.
     fn pid(&self, pid: &str) -> String {
         let mut pids = self.pids.borrow_mut();
         let known = pids.iter().position(|known| known == pid);
@@ -328,7 +325,6 @@ impl Normal {
         (4711 + index).to_string()
     }
 
-    /// Replaces the values that differ from run to run in plain text.
     fn prose(&self, text: &str) -> String {
         let text = text.replace(&format!("{}/sysroot", self.root), "");
         let text = text.replace(&format!("{}/mps", self.root), "/tmp/nvidia-mps");
@@ -336,7 +332,8 @@ impl Normal {
         let text = text.replace(&self.root, "");
         let text =
             replace(&text, r"[0-9]{4}-[0-9]{2}-[0-9]{2} [0-9]{2}:[0-9]{2}:[0-9]{2}", |_| MOMENT.into());
-        // The text after an age such as `(3 s ago)` in a table must begin in the same column, whatever the length of the age.
+        // The replaced age may have another width. So the spaces after it are replaced too, to keep the table's columns
+        // aligned.
         let text = replace(&text, r"\([0-9]+ (?:s|min|h|days?) ago\)( *)", |found| {
             format!("({AGE} ago){}", if found[1].is_empty() { "" } else { "  " })
         });
@@ -374,8 +371,8 @@ impl Normal {
     fn value(&self, key: &str, value: &mut Value) {
         match value {
             Value::Object(fields) => fields.iter_mut().for_each(|(key, value)| self.value(key, value)),
-            // Two events depend on timing, so they are left out: the service may also notice a lost GPU when it reads the
-            // compute mode, and may check the memory of clients while `probe` has the memory of a whole slice.
+            // These events depend on timing. The service may notice a lost GPU at several places, and may count the clients'
+            // memory while `probe` uses a whole slice.
             Value::Array(events) if key == "events" => {
                 let by_chance =
                     |text: &str| ["GPU is lost", " its budget"].iter().any(|words| text.contains(words));

@@ -1,5 +1,5 @@
-//! Clients in containers of the Yunion platform's guests, as the platform's present host agent makes them: the agent mounts
-//! the whole pipe directory, gives the container no name of a slice, and records which container has which device.
+//! Tests of clients in the guests of the Yunion platform. Its present host agent mounts the whole pipe directory into
+//! containers, and tells them no slice. Its records say which container has which device.
 
 use std::fs::{self, Permissions};
 use std::os::unix::fs::{PermissionsExt, chown};
@@ -17,19 +17,18 @@ use crate::support::listener::Listener;
 use crate::support::skip::{root_or_skip, skip};
 use crate::support::wait::wait_for;
 
-/// The names of slices of the board `h200`, each of which has 35942 MiB of memory and at most 12 clients.
+/// Slices of the board `h200`: 35942 MiB and 12 clients each.
 const OWN: &str = "00:06.0-1";
 const NEIGHBOURS: &str = "00:06.0-2";
 
 const NAMES: [&str; 3] = ["train-1", "main", "vision"];
 
-/// A host of the Yunion platform, with the records of the platform's host agent.
 struct Platform {
     host: Host,
 }
 
 impl Platform {
-    /// Returns None if the tests do not run as root, or if no control group can be made.
+    /// Returns None without root, or if this machine does not let the test make control groups.
     fn with(test: &str, lines: &str) -> Option<(Self, ContainerGroup)> {
         Self::on("h200", test, lines)
     }
@@ -49,7 +48,7 @@ impl Platform {
         Some((Self { host }, group))
     }
 
-    /// Writes a record of the host agent: the container of a guest has this device, or several devices, separated by commas.
+    /// Writes the host agent's record that the container of a guest has `device`. Several devices are separated by commas.
     fn record(&self, guest: &str, container: &ContainerGroup, device: &str) {
         let containers = json!({"c-1": {"id": "c-1", "index": 0, "cri_id": container.id}});
         self.write(guest, "containers", &containers.to_string());
@@ -66,7 +65,7 @@ impl Platform {
         fs::set_permissions(directory.join(file), Permissions::from_mode(0o644)).unwrap();
     }
 
-    /// Starts a client in a container that has the pipe directory, and waits until the client is served.
+    /// Starts a client in a container that has the whole pipe directory, and waits until the client is served.
     fn client(&self, container: &ContainerGroup, work: &[&str], claim: Option<&str>) -> Client {
         self.host.served(&mut self.program_in(&self.host.path("mps/pipe"), container, work, claim))
     }
@@ -97,7 +96,8 @@ impl Platform {
     }
 }
 
-/// The host agent's description of a guest, with the keys that the service reads, and with a secret that no output may show.
+/// Returns the host agent's description of a guest. It has the keys that the service reads, and a secret that no output may
+/// show.
 fn description(guest: &str, device: &str) -> Value {
     let of =
         |device| json!({"isolated_device": {"addr": device, "path": "GPU-1", "device_type": "NVIDIA_MPS"}});
@@ -118,8 +118,8 @@ fn known(listed: &Value) -> [&str; 2] {
     ["device", "known_by"].map(|key| listed[key].as_str().unwrap_or_default())
 }
 
-/// All outputs show a client with the slice and the names from the host agent's records, no matter what the client's
-/// environment says.
+/// All outputs show the client with the slice and the names in the host agent's records, whatever the client's environment
+/// claims.
 #[test]
 fn a_client_of_a_guest_is_known_by_the_records_of_the_host_agent() {
     let test = "a_client_of_a_guest_is_known_by_the_records_of_the_host_agent";
@@ -147,7 +147,7 @@ fn a_client_of_a_guest_is_known_by_the_records_of_the_host_agent() {
         samples.keys().find(|key| key.contains(&labels) && key.contains("project=vision")).cloned()
     });
 
-    // `terminate --device` for a slice ends the GPU work of both clients of the slice.
+    // The slice has two clients, and `terminate --device` ends the GPU work of both.
     let released = host.mpsctl(&["terminate", "--device", OWN]);
     let said = text(&released);
     assert!(released.status.success() && said.contains("of guest train-1, slice 00:06.0-1"), "{said}");
@@ -159,7 +159,6 @@ fn a_client_of_a_guest_is_known_by_the_records_of_the_host_agent() {
     assert!(!log.contains("hunter2"), "{log}");
 }
 
-/// The service's messages about ended GPU work and about a fault name the guest of the client.
 #[test]
 fn people_read_of_guests_when_their_work_ends() {
     let test = "people_read_of_guests_when_their_work_ends";
@@ -184,7 +183,6 @@ fn people_read_of_guests_when_their_work_ends() {
     assert!(log.contains(&format!("the stop ends the work of 1 client: {words}")), "{log}");
 }
 
-/// The memory budget of a slice also holds for containers of a host agent that does not support slices.
 #[test]
 fn the_newest_client_of_a_guest_over_its_budget_is_ended() {
     let test = "the_newest_client_of_a_guest_over_its_budget_is_ended";
@@ -203,9 +201,8 @@ fn the_newest_client_of_a_guest_over_its_budget_is_ended() {
     wait_for(&words, || platform.host.log().contains(&words).then_some(()));
 }
 
-/// A user who owns a control group (a unit with Delegate=) makes other control groups in it, and gives one the name of
-/// another tenant's container. The user's program does not count as a client of the other tenant's guest, the GPU work of the
-/// guest goes on, and the guest's container runtime can bind the slice of the guest.
+/// A user who owns a control group (a unit with `Delegate=`) names a control group in it like another tenant's container. The
+/// user's program does not count for that tenant's guest, and does not disturb the guest's GPU work or its binding.
 #[test]
 fn a_control_group_of_a_users_is_no_guest_whatever_its_name_is() {
     let test = "a_control_group_of_a_users_is_no_guest_whatever_its_name_is";
@@ -234,8 +231,6 @@ fn a_control_group_of_a_users_is_no_guest_whatever_its_name_is() {
     wait_for("no process in the control group", || fs::remove_dir(&delegated).ok());
 }
 
-/// The host agent's records name a container for a slice, and root binds another control group to that slice: from then on
-/// the control group that root has bound has the slice.
 #[test]
 fn root_takes_a_slice_from_a_container_that_the_records_name() {
     let test = "root_takes_a_slice_from_a_container_that_the_records_name";
@@ -253,15 +248,15 @@ fn root_takes_a_slice_from_a_container_that_the_records_name() {
     assert!(alive(client.id()));
 }
 
-/// A record of the host agent that another user can write, or that can't be read, has no effect: the service knows only the
-/// slice that the client claims in its environment.
+/// The service ignores a record that a user other than root can write, and a record that it can't read. The client then has the
+/// slice that its environment claims.
 #[test]
 fn bad_records_are_not_believed() {
     let test = "bad_records_are_not_believed";
     let Some((platform, group)) = Platform::with(test, "") else { return };
     let client = platform.client(&group, &["hold", "600"], Some(NEIGHBOURS));
-    // The service has identified the client while there were no records. So a later valid record does not bind the client's
-    // container to a slice.
+    // The service identifies a client once, here while there are no records. Otherwise a valid record below would bind the
+    // container to its slice.
     wait_for("a look", || (platform.clients_of(NEIGHBOURS) == 1).then_some(()));
     let servers = platform.host.path("servers");
     let is_claimed = |what: &str| {
@@ -294,12 +289,12 @@ fn bad_records_are_not_believed() {
     platform.record("u-2", &group, NEIGHBOURS);
     is_claimed("a container of two guests");
     fs::remove_dir_all(servers.join("u-2")).unwrap();
-    // The newest host agent records only the GPU and no slice. The service has identified the client before the host agent
-    // wrote the record.
+    // The newest host agent records only a GPU and no slice. The service had looked at the client before this record was
+    // written.
     platform.record("u-1", &group, "00:06.0");
     let listed = platform.listed(&client);
     assert_eq!((known(&listed), names(&listed)), (["00:06.0", "platform"], NAMES), "{listed:#}");
-    // The client may have any slice of the recorded GPU, so the service refuses to end the GPU work of each of these slices.
+    // The client may have any slice of the GPU. So the service refuses to end the clients of a slice of this GPU.
     for slice in [OWN, NEIGHBOURS] {
         let refused = platform.host.mpsctl(&["terminate", "--device", slice]);
         let said = text(&refused);
@@ -308,8 +303,7 @@ fn bad_records_are_not_believed() {
     assert!(alive(client.id()));
 }
 
-/// The service binds a container to no slice while the host agent's record of the container is invalid, and binds the
-/// container as soon as the record is valid.
+/// A container has no binding while its record is invalid, and gets one as soon as the record is valid.
 #[test]
 fn bad_records_bind_nobody() {
     let test = "bad_records_bind_nobody";
@@ -365,7 +359,7 @@ fn bad_records_bind_nobody() {
         let free = || bound().is_empty() && platform.clients_of(OWN) == 0;
         wait_for("a free slice", || free().then_some(()));
     }
-    // A tenant has chosen the names of the guest, with control characters that would act on the terminals of administrators.
+    // A tenant chooses the guest's names. Their control characters must not reach an administrator's terminal.
     let Some(group) = ContainerGroup::of_a_guest() else { unreachable!() };
     platform.record("u-1", &group, OWN);
     let names = format!("\\u001b[2J\\n{}", "x".repeat(300));
@@ -377,8 +371,8 @@ fn bad_records_bind_nobody() {
     assert!(!platform.host.log().contains('\u{1b}'), "{}", platform.host.log());
 }
 
-/// The newest host agent records only the GPU of a container, and no slice. So each container gets the lowest free slice of
-/// the recorded GPU when its first client comes, and has this slice until the container ends.
+/// The newest host agent records only a container's GPU. The container gets the lowest free slice of the GPU when its first
+/// client comes, and keeps the slice until the container ends.
 #[test]
 fn a_container_with_a_gpu_in_the_records_gets_a_free_slice() {
     let test = "a_container_with_a_gpu_in_the_records_gets_a_free_slice";
@@ -408,7 +402,7 @@ fn a_container_with_a_gpu_in_the_records_gets_a_free_slice() {
         platform.host.list().into_iter().map(|device| device["bound_to"].clone()).collect()
     };
     assert_eq!(bound(&platform), ["train-1/main", "train-1/main", "", ""]);
-    // The memory of all clients of a container counts for the budget of its slice, so the service ends the newest client.
+    // All clients of the container count for its slice. The slice is over its budget, so the service ends the newest client.
     let mut new = hold(&platform, &group, "20000");
     let status = wait_for("the end of the newest", || new.try_wait().unwrap());
     assert_eq!(status.code(), Some(4), "CUDA error 810");
@@ -416,16 +410,13 @@ fn a_container_with_a_gpu_in_the_records_gets_a_free_slice() {
     old.end();
     drop(group);
     wait_for("a free slice", || (bound(&platform) == ["", "train-1/main", "", ""]).then_some(()));
-    // A binding by root replaces a binding from the host agent's records. A host agent that calls Bind itself also replaces
-    // such a binding.
+    // A binding by root replaces a binding from the host agent's records. A host agent that calls Bind itself does the same.
     let pid = neighbour.id().to_string();
     succeeded(&platform.host.mpsctl(&["bind", "00:06.0-3", "--pid", &pid, "--label", "main of train-1"]));
     assert_eq!(bound(&platform), ["", "", "", "main of train-1"]);
     assert_eq!(known(&platform.listed(&neighbour)), ["00:06.0-3", "bound"]);
 }
 
-/// A container with slices of several GPUs is bound to its recorded slice of each of these GPUs, and the service knows each
-/// slice from the beginning.
 #[test]
 fn a_container_has_its_recorded_slice_of_each_gpu() {
     let test = "a_container_has_its_recorded_slice_of_each_gpu";
@@ -453,8 +444,8 @@ fn a_container_has_its_recorded_slice_of_each_gpu() {
     }
 }
 
-/// A tenant makes control groups and chooses environments in its own container, and can't change the slices of another tenant
-/// thereby.
+/// In its own container, a tenant makes control groups and chooses environments. This does not change the slices of another
+/// tenant.
 #[test]
 fn a_tenant_is_in_no_container_of_another_guest() {
     let test = "a_tenant_is_in_no_container_of_another_guest";

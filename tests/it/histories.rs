@@ -1,9 +1,9 @@
-//! Compares the "world", the model of a host in the core's tests, with real programs: the same scripts of random steps run in
-//! the world (`tests/world/src/scripted.rs`) and on a simulated host with the shipped programs, or with NVIDIA's own control
-//! daemons. After each step the world and the host must show the same state.
+//! Compares the world, which is the model of a host in the core's tests, with real programs. A script of random deeds
+//! (`tests/world/src/scripted.rs`) is played in the world and on a simulated host with the shipped programs, or with NVIDIA's
+//! control daemons. After each deed both must show the same state.
 //!
-//! `HOST_HISTORIES` is the number of scripts to try, `HISTORY_SEED` the seed of the first script, and `HISTORY_STEPS` the
-//! number of steps of each script.
+//! `HOST_HISTORIES` is the number of scripts, `HISTORY_SEED` the seed of the first script, and `HISTORY_STEPS` the number of
+//! deeds in a script.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
@@ -23,44 +23,40 @@ use crate::support::slice::inode;
 use crate::support::wait::wait_for;
 use core_world::scripted::{ClientNumber, DEEDS, Deed, SCRIPTS, Script, Seen, SeenDaemon, gpu};
 
-/// The number of histories that `make test` tries with each of NVIDIA's control daemons.
+/// The number of histories in `make test` for each of NVIDIA's control daemons.
 const WITH_NVIDIAS: u64 = 3;
 
-/// The number of hosts that run at the same time. Each host waits most of the time.
+/// The number of hosts that run at the same time. A host spends most of its time waiting.
 const HOSTS: usize = 3;
 
-/// The longest time until a host shows the state that the world shows. A host needs this time only if something is broken.
+/// The longest wait until the host shows the state of the world. Only a defect makes a host need that long.
 const DEADLINE: Duration = Duration::from_secs(120);
 
-/// The pause between two comparisons of the host with the world.
 const PAUSE: Duration = Duration::from_millis(50);
 
-/// The world's name of each GPU, its address, and its render node.
+/// The world's name of each GPU, with its PCI address and its render node.
 const GPUS: [(&str, &str, u32); 3] = [("A", "1b:00.0", 128), ("B", "2d:00.0", 129), ("D", "43:00.0", 130)];
 
-/// A client on the host.
 struct Guest {
     program: Client,
     stays: bool,
-    /// The PID of the server to which the client has connected.
+    /// The server that the client has connected to.
     server: u32,
 }
 
-/// A host on which the steps of a script are played.
 struct Twin {
-    // `guests` is dropped before `host`, since the host ends all of its processes when it is dropped.
+    // `guests` is dropped before `host`, since the drop of the host ends all processes on the host.
     guests: BTreeMap<ClientNumber, Guest>,
     host: Host,
-    /// The world's name of each GPU, by the GPU's UUID.
+    /// The world's name of each GPU, by UUID.
     names: BTreeMap<String, &'static str>,
-    /// The world's numbers of all clients that were ever started, by PID.
+    /// The world's number of each client that was ever started, by PID.
     numbers: BTreeMap<u32, ClientNumber>,
     is_up: bool,
 }
 
 impl Twin {
-    /// A host with the simulator's control daemon, or with the control daemon of a driver series whose programs are in a
-    /// directory.
+    /// Makes a host with the simulated control daemon, or with NVIDIA's: the driver series and the directory of its programs.
     fn new(control_daemon: Option<(&str, &Path)>) -> Self {
         let mut host = Host::new("h200x8");
         host.configure("cuda_mps_fault_grace: 1\ncuda_mps_quit_timeout: 1");
@@ -78,7 +74,7 @@ impl Twin {
         Self { guests, host, names, numbers, is_up: false }
     }
 
-    /// Does something. Plays a step of the script on the host, which may need a while until it shows all effects of the step.
+    /// Does on the host what the deed says. Some effects on the host may follow later.
     fn play(&mut self, deed: &Deed, before: &Seen) {
         match deed {
             Deed::Reload { is_shared, gpus, thread_percentage } => {
@@ -150,8 +146,8 @@ impl Twin {
         }
     }
 
-    /// `cuda-client` in the first slice of a GPU. The test writes the program's environment itself, like that of a container,
-    /// since the service may not run and can't be asked for the environment.
+    /// Makes a command that runs `cuda-client` in the first slice of a GPU. The service may not run, so the test sets the
+    /// environment of the slice itself.
     fn program(&self, gpu: &str, arguments: &[&str]) -> Command {
         let mut command = self.host.program(arguments);
         let (uuid, _) = self.names.iter().find(|(_, name)| **name == gpu).unwrap();
@@ -178,13 +174,14 @@ impl Twin {
         assert_eq!(status.code(), Some(4), "the culprit was no client");
     }
 
-    /// Waits until a server and its clients have ended: until then the simulator lets no other server open their GPUs.
+    /// Waits until a server has ended, and ends its clients. Until then the simulated driver lets no other server open these
+    /// GPUs.
     fn end_with(&mut self, server: u32) {
         wait_for("the server's end", || (!alive(server)).then_some(()));
         self.guests.retain(|_, guest| guest.server != server);
     }
 
-    /// Kills clients that still run although their server has ended.
+    /// Kills clients whose server has ended, and forgets clients that have ended.
     fn tidy_up(&mut self) {
         self.guests.retain(|_, guest| {
             let has_ended = guest.program.try_wait().unwrap().is_some();
@@ -196,7 +193,6 @@ impl Twin {
         self.host.path("mps/pipe/slices")
     }
 
-    /// The PIDs of the processes on a GPU, each with the kind of the process, such as client or server.
     fn processes_on(&self, gpu: &str) -> Vec<(u32, String)> {
         let place = GPUS.iter().position(|(name, ..)| *name == gpu).unwrap();
         let entries = fs::read_dir(self.host.path(&format!("gpus/{place}/processes")));
@@ -213,7 +209,6 @@ impl Twin {
         all.into_iter().find(|(_, kind)| kind == "server").map(|(pid, _)| pid)
     }
 
-    /// The running control daemons that the state file records, by their ids.
     fn running(&self) -> BTreeMap<String, Running> {
         let Ok(bytes) = fs::read(self.host.path("run/state.json")) else { return BTreeMap::new() };
         let state: Value = serde_json::from_slice(&bytes).unwrap();
@@ -230,7 +225,6 @@ impl Twin {
         all.into_iter().flatten().filter_map(one).collect()
     }
 
-    /// Stops the service and the clients, and checks that no process is left.
     fn end(mut self) {
         self.guests.clear();
         if !self.is_up {
@@ -241,7 +235,7 @@ impl Twin {
         self.host.nothing_runs();
     }
 
-    /// The state that the host shows, or the reason why the state is still changing.
+    /// Returns the state of the host, or the reason why this state is still changing.
     fn look(&mut self) -> Result<Seen, String> {
         self.tidy_up();
         let running = self.running();
@@ -280,7 +274,7 @@ impl Twin {
         Ok(seen)
     }
 
-    /// Adds what is published. The state that the service publishes must name only processes that run.
+    /// Adds the published state. Fails if the service publishes a process that does not run.
     fn add_published(&self, seen: &mut Seen, running: &BTreeMap<String, Running>) -> Result<(), String> {
         let published = self.host.json(&["status"]).ok_or("the service does not answer")?;
         let name = |id: &str| self.names.get(id).map_or_else(|| id.to_owned(), |name| (*name).to_owned());
@@ -317,7 +311,7 @@ impl Twin {
         Ok(())
     }
 
-    /// The clients that the service's log has ever reported as hit by a fault.
+    /// Returns all clients that the service's log names as hit by a fault.
     fn told(&self) -> BTreeSet<ClientNumber> {
         let (line, pid) =
             (Regex::new("clients that were hit: .*").unwrap(), Regex::new(r"PID (\d+)").unwrap());
@@ -326,7 +320,7 @@ impl Twin {
         hit.map(|pid| self.numbers[&pid[1].parse().unwrap()]).collect()
     }
 
-    /// Waits until the host shows the state that the world shows, twice in succession.
+    /// Waits until the host shows the state `expected` twice in succession.
     fn shows(&mut self, expected: &Seen) -> Result<(), String> {
         let begun = Instant::now();
         let mut same = 0;
@@ -345,7 +339,6 @@ impl Twin {
     }
 }
 
-/// A control daemon that is recorded in the state file.
 struct Running {
     pid: u32,
     gpus: Vec<&'static str>,
@@ -356,7 +349,6 @@ fn address(name: &str) -> &'static str {
     GPUS.iter().find(|(gpu, ..)| *gpu == name).unwrap().1
 }
 
-/// The name of the directory of a slice.
 fn directory_name(slice: &str) -> String {
     let (name, ordinal) = slice.split_once('-').unwrap();
     format!("{}-{ordinal}", address(name).replace(':', "_"))
@@ -371,7 +363,7 @@ fn number(name: &str) -> Option<u64> {
     Some(text.parse().unwrap_or_else(|_| panic!("{name}={text} is no number")))
 }
 
-/// Plays the same script in the world and on a host. The error says where the world and the host differ.
+/// Plays the same script in the world and on a host. The error names the first difference.
 fn play(seed: u64, control_daemon: Option<(&str, &Path)>) -> Result<(), String> {
     let mut script = Script::new(seed, control_daemon.is_none());
     let mut twin = Twin::new(control_daemon);
@@ -395,7 +387,6 @@ fn play(seed: u64, control_daemon: Option<(&str, &Path)>) -> Result<(), String> 
     Ok(())
 }
 
-/// Tries this number of histories, several at a time.
 fn try_all(test: &str, histories: u64, control_daemon: Option<(&str, &Path)>) {
     let first = number("HISTORY_SEED").unwrap_or(1);
     let most = number("HOST_HISTORIES").unwrap_or(histories);

@@ -1,5 +1,5 @@
-//! The Go package in docs/host-agent, built with Debian's Go and godbus: on every board the package reads the values that the
-//! service publishes, notices their changes, and connects from a pod to the bus of the host.
+//! Tests the Go package in docs/host-agent, built with Debian's Go and godbus. On every board it reads what the service
+//! publishes and notices changes, and it reaches the host's bus from a pod.
 
 use std::fs::{self, File};
 use std::path::{Path, PathBuf};
@@ -19,10 +19,9 @@ use crate::support::wait::wait_for;
 const PACKAGE: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/docs/host-agent");
 const PAGE: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/docs/host-agent.md");
 
-/// Where golang-dbus-dev has it.
+/// The directory of Debian's package golang-dbus-dev.
 const GODBUS: &str = "/usr/share/gocode/src/github.com/godbus/dbus";
 
-/// The path of a file that the tests build, in cargo's target directory.
 fn built(name: &str) -> PathBuf {
     let directory = Path::new(env!("CARGO_TARGET_TMPDIR")).join("host-agent");
     fs::create_dir_all(&directory).unwrap();
@@ -36,7 +35,7 @@ fn succeeded(command: &mut Command) -> String {
     String::from_utf8(output.stdout).unwrap()
 }
 
-/// The command `go` in the directory of the Go package, without network, with Debian's godbus.
+/// Makes a `go` command in the package's directory. It uses Debian's godbus and no network.
 fn go(arguments: &[&str]) -> Command {
     static MODULE: OnceLock<PathBuf> = OnceLock::new();
     let module = MODULE.get_or_init(|| {
@@ -55,7 +54,7 @@ fn go(arguments: &[&str]) -> Command {
     without_network(command)
 }
 
-/// Makes a command run in the Go package's directory without files of the user who runs the tests.
+/// Makes a command run in the package's directory, without network and without files of the user who runs the tests.
 fn without_network(mut command: Command) -> Command {
     command.current_dir(PACKAGE).env("GOCACHE", built("cache")).env("GOPATH", built("path"));
     command
@@ -65,7 +64,7 @@ fn without_network(mut command: Command) -> Command {
     command
 }
 
-/// The program `mps-agent` of the Go package, built as its page describes for a machine without network.
+/// Returns the path of `mps-agent`, which is built as docs/host-agent.md says for a machine without network.
 fn agent() -> &'static Path {
     static AGENT: OnceLock<PathBuf> = OnceLock::new();
     AGENT.get_or_init(|| {
@@ -77,7 +76,7 @@ fn agent() -> &'static Path {
         let script = words.join("\n").replace("-o mps-agent", &format!("-o '{}'", agent.display()));
         let script = script.replace("/tmp/host-agent.mod", built("page.mod").to_str().unwrap());
         let mut shell = without_network(Command::new("sh"));
-        // The test builds `mps-agent` without cgo, so that it runs in a root directory without a C library.
+        // Without cgo, `mps-agent` also runs in the simulated pod, whose root directory has no C library.
         succeeded(shell.args(["-euc", &script]).env("CGO_ENABLED", "0"));
         agent
     })
@@ -87,7 +86,6 @@ fn run(host: &Host, arguments: &[&str]) -> Output {
     host.command(agent()).args(arguments).output().unwrap()
 }
 
-/// The JSON that the program `mps-agent` prints with these arguments.
 fn printed(host: &Host, arguments: &[&str]) -> Value {
     serde_json::from_str(&succeeded(host.command(agent()).args(arguments))).unwrap()
 }
@@ -99,7 +97,7 @@ fn it_is_formatted_vetted_and_its_own_tests_pass() {
     succeeded(&mut go(&["test", "./..."]));
 }
 
-/// `go test` compiles `example_test.go`, which must contain the Go code in the page.
+/// `go test` compiles `example_test.go`. So this file must contain the Go code of the page.
 #[test]
 fn the_examples_of_the_page_are_compiled() {
     let page = fs::read_to_string(PAGE).unwrap();
@@ -112,7 +110,6 @@ fn the_examples_of_the_page_are_compiled() {
     }
 }
 
-/// The page must name every command of `mps-agent`. Other tests run these commands.
 #[test]
 fn the_page_has_every_command_of_the_program() {
     let page = fs::read_to_string(PAGE).unwrap();
@@ -127,15 +124,14 @@ fn the_page_has_every_command_of_the_program() {
     }
 }
 
-/// Checks that `mps-agent probe` prints exactly the rows that the service publishes. The check is repeated if the published
-/// values change during the check.
+/// Checks that `mps-agent probe` prints exactly the published rows. Repeats the check if these change meanwhile.
 #[track_caller]
 fn assert_sees_what_is_published(host: &Host) -> Value {
     wait_for("nothing changes for a moment", || {
         let published = || json!({"slices": host.busctl("ListDevices"), "gpus": host.busctl("ListGpus")});
         let before = published();
         let seen = printed(host, &["probe"]);
-        // `yunion-mpsctl list --json`, which the platform's executor runs, prints the same lists.
+        // The platform's executor runs `yunion-mpsctl list --json`, which prints the same rows.
         let listed = json!({"slices": host.list(), "gpus": host.json(&["list", "--gpus"]).unwrap()});
         (before == published()).then(|| {
             assert_eq!(seen, before);
@@ -145,7 +141,7 @@ fn assert_sees_what_is_published(host: &Host) -> Value {
     })
 }
 
-/// Removes the fields of the rows that differ from run to run and from host to host.
+/// Removes the fields that differ from run to run or from host to host.
 fn lasting(rows: &Value) -> Value {
     let mut rows = rows.clone();
     for row in rows.as_array_mut().unwrap() {
@@ -172,7 +168,7 @@ fn every_value(board: &str) {
         let golden: Value = serde_json::from_str(&fs::read_to_string(golden).unwrap()).unwrap();
         assert_eq!(lasting(&seen[rows]), lasting(&golden), "{board}: {rows}");
     }
-    // The list of the service has fewer keys for a GPU that NVML can't read.
+    // A GPU that NVML can't read has fewer keys in the list.
     let keys = |seen: &Value| seen["slices"][0].as_object().unwrap().len();
     host.plant("gpus/0/lost", "");
     assert!(host.call("Control.Reload").status.success());
@@ -202,8 +198,8 @@ fn it_sees_every_value_of_the_mixed_host() {
     every_value("mixed");
 }
 
-/// The rows that `mps-agent probe` prints have the values in the platform's own guide, in the forms that the platform's host
-/// agent uploads before and since its change of July 2026.
+/// `mps-agent probe` prints the values of the platform's guide, in the form that the platform's host agent uploaded before July
+/// 2026, and in its present form.
 #[test]
 fn both_shapes_are_the_platforms() {
     let mut host = Host::serving("tesla-p40");
@@ -231,7 +227,6 @@ fn both_shapes_are_the_platforms() {
     assert_eq!(host.stop().code(), Some(0));
 }
 
-/// A running `mps-agent watch`, and the file with its output.
 struct Watch {
     process: Client,
     shown: PathBuf,
@@ -245,18 +240,18 @@ impl Watch {
         Self { process: Client::start(&mut command), shown }
     }
 
-    /// Waits until the last line that `mps-agent watch` has printed satisfies `holds`.
+    /// Waits until the last line of `mps-agent watch` satisfies `holds`.
     #[track_caller]
     fn wait(&self, what: &str, holds: impl Fn(&Value) -> bool) {
         wait_for(what, || {
             let shown = fs::read_to_string(&self.shown).unwrap();
-            // The text after the last line feed is a line that `mps-agent` is still writing.
+            // `mps-agent` may not have completed the text after the last line feed.
             let last = shown.rsplit('\n').nth(1)?;
             holds(&serde_json::from_str(last).unwrap()).then_some(())
         });
     }
 
-    /// As systemd ends it.
+    /// Ends `mps-agent watch` by SIGTERM, as systemd does.
     fn end(mut self) {
         signal_pid(self.process.id(), Signal::TERM);
         assert_eq!(self.process.wait().unwrap().code(), Some(0));
@@ -294,8 +289,7 @@ fn it_follows_every_change_and_every_restart() {
     host.start();
     watch.wait("the service is back", |seen| healthy(seen, 2));
 
-    // The drain causes only one D-Bus signal. After the drain the test kills the service and waits until `mps-agent watch`
-    // shows the end of the service.
+    // A drain causes only one D-Bus signal. If `mps-agent watch` missed this signal, it would show no drained slice.
     let drained = |seen: &Value| seen["slices"][0]["drained"] == true && seen["slices"][1]["healthy"] == true;
     assert!(host.mpsctl(&["drain", "00:06.0-0"]).status.success());
     watch.wait("a drained slice", drained);
@@ -315,8 +309,8 @@ fn it_follows_every_change_and_every_restart() {
     assert_eq!(host.stop().code(), Some(0));
 }
 
-/// The container settings that `mps-agent config` prints, in the form of `yunion-mpsctl env --format json`, where the
-/// variables have no order.
+/// Returns the output of `mps-agent config` in the form of `yunion-mpsctl env --format json`, in which the variables have no
+/// order.
 fn config(host: &Host, names: &[&str]) -> Value {
     let arguments = [&["config"], names].concat();
     let mut config = printed(host, &arguments);
@@ -390,7 +384,7 @@ fn releasing_a_container_spares_its_neighbours() {
     let released = run(&scene.host, &["release", &container.id]);
     assert!(released.status.success(), "{}", text(&released));
     assert_terminated(victim);
-    // No client of the container runs any more, and releasing the container a second time is no error.
+    // The container has no client any more. A second release is no error.
     assert!(run(&scene.host, &["release", &container.id]).status.success());
     assert!(scene.bystander_survives());
     let refused = run(&scene.host, &["release", "4711"]);
@@ -401,8 +395,8 @@ fn releasing_a_container_spares_its_neighbours() {
     );
 }
 
-/// Runs a script as PID 1 of a simulated host that has the D-Bus socket at its usual path: the script runs in new PID and
-/// mount namespaces.
+/// Runs a script as PID 1 of a simulated host. The script has its own PID and mount namespaces, in which the D-Bus socket is at
+/// its usual path.
 fn as_pid_1_of_a_host(host: &Host, script: &str) -> Output {
     let bus = host.bus_address();
     let socket = bus.strip_prefix("unix:path=").unwrap();
@@ -422,7 +416,7 @@ fn a_pod_with_the_hosts_pids_finds_the_bus_behind_pid_1() {
         return;
     }
     let mut host = Host::serving("h200");
-    // The simulated pod has its own root directory, which contains only `mps-agent`, and its own mount namespace.
+    // The simulated pod has its own mount namespace, and a root directory that contains only `mps-agent`.
     let pod = |enter: &str| {
         as_pid_1_of_a_host(
             &host,
@@ -435,7 +429,7 @@ fn a_pod_with_the_hosts_pids_finds_the_bus_behind_pid_1() {
     let seen = pod("chroot");
     assert!(seen.status.success(), "{}", text(&seen));
     assert!(healthy(&serde_json::from_slice(&seen.stdout).unwrap(), 4), "{}", text(&seen));
-    // A pod that is not privileged may not use the root directory of PID 1.
+    // The kernel does not let an unprivileged pod use /proc/1/root.
     let refused = pod("setpriv --bounding-set=-all,+sys_chroot chroot");
     let complaint = "/proc/1/root/run/dbus/system_bus_socket: connect: permission denied";
     assert!(!refused.status.success() && text(&refused).contains(complaint), "{}", text(&refused));
@@ -470,8 +464,8 @@ fn a_pod_without_the_hosts_pids_finds_the_bus_in_a_mount() {
     assert_eq!(host.stop().code(), Some(0));
 }
 
-/// The platform's executor gives a command only two environment variables, and yunion-mpsctl finds the D-Bus socket at its
-/// usual path without a variable.
+/// The platform's executor sets only two environment variables for a command. Without others, yunion-mpsctl must find the D-Bus
+/// socket.
 #[test]
 fn a_command_of_the_executor_needs_no_variable() {
     if !root_or_skip("a_command_of_the_executor_needs_no_variable") {
@@ -493,7 +487,7 @@ fn a_command_of_the_executor_needs_no_variable() {
     assert_eq!(host.stop().code(), Some(0));
 }
 
-/// The code blocks of one language in the Chinese and in the English part of guide.md, without comments.
+/// Returns the code blocks of one language in guide.md, from its Chinese part and from its English part, without comments.
 fn guide(language: &str) -> [String; 2] {
     let guide = fs::read_to_string(Path::new(PACKAGE).join("guide.md")).unwrap();
     let (chinese, english) = guide.split_once("## English").unwrap();
@@ -521,7 +515,7 @@ fn the_guide_for_the_platform_makes_a_host_serve() {
     host.start();
     for command in english.lines().filter_map(|line| line.strip_prefix("yunion-mpsctl ")) {
         let words: Vec<&str> = command.split(' ').collect();
-        // The service may not be on the bus yet when the first command of the guide runs, so the test repeats the command.
+        // When the test runs the guide's first command, the service may not be on the bus yet. So the test repeats it.
         wait_for(command, || host.mpsctl(&words).status.success().then_some(()));
     }
     assert_eq!(host.list().len(), 4);

@@ -1,4 +1,4 @@
-//! Each slice has its own control daemon, so a GPU fault hits only the clients of one slice.
+//! Tests of slices with a control daemon each, where a GPU fault hits the clients of one slice only.
 
 use std::collections::BTreeSet;
 use std::io::Write;
@@ -13,7 +13,7 @@ use crate::support::wait::wait_for;
 
 const SLICES: [&str; 4] = ["00:06.0-0", "00:06.0-1", "00:06.0-2", "00:06.0-3"];
 
-/// The exit status of a simulated CUDA program whose GPU work was lost.
+/// The exit status of a simulated client whose GPU work was lost.
 const LOST: i32 = 4;
 
 fn serving() -> Host {
@@ -30,7 +30,6 @@ fn client(host: &Host, slice: &str) -> Client {
     client
 }
 
-/// Starts two clients in each slice.
 fn clients(host: &Host) -> Vec<(&'static str, Client)> {
     SLICES.iter().flat_map(|slice| [(); 2].map(|()| (*slice, client(host, slice)))).collect()
 }
@@ -44,13 +43,12 @@ fn pid_of(host: &Host, id: &str) -> u32 {
     u32::try_from(daemon(&host.json(&["status"]).unwrap(), id)["pid"].as_u64().unwrap()).unwrap()
 }
 
-/// The names of the slices that are not healthy.
 fn unserved(host: &Host) -> Vec<String> {
     let sick = host.list().into_iter().filter(|device| device["healthy"] == false);
     sick.map(|device| device["addr"].as_str().unwrap().to_owned()).collect()
 }
 
-/// Fails unless the clients of this slice have lost their GPU work, and all other clients still compute.
+/// Fails unless exactly the clients of this slice have lost their GPU work.
 fn only_its_clients_are_lost(slice: &str, clients: &mut Vec<(&'static str, Client)>) {
     for (_, lost) in clients.iter_mut().filter(|(its, _)| *its == slice) {
         let status = wait_for("the end of its clients", || lost.try_wait().unwrap());
@@ -91,7 +89,7 @@ fn each_slice_has_a_control_daemon_of_its_own() {
     }
     assert!(host.clients().iter().all(|one| one["bypass"] == false), "{:#?}", host.clients());
     wait_for("all clients counted", || host.list().iter().all(|device| device["clients"] == 2).then_some(()));
-    // The service does not take the servers of other slices' control daemons for programs that bypass MPS.
+    // The servers of the other slices' control daemons are no bypasses.
     assert!(!host.log().contains("without an MPS server of this service"), "{}", host.log());
     held.clear();
     assert_eq!(host.stop().code(), Some(0));
@@ -115,7 +113,6 @@ fn a_fault_stays_in_its_slice() {
     host.nothing_runs();
 }
 
-/// While the control daemon of one slice does not run, only this slice is not served, and the status says so.
 #[test]
 fn a_killed_control_daemon_takes_its_slice_alone() {
     let mut host = serving();
@@ -149,7 +146,7 @@ fn a_killed_service_finds_every_slice_at_work() {
     host.nothing_runs();
 }
 
-/// One host has a GPU with one control daemon for all of its slices, and a GPU with a control daemon for each slice.
+/// A host with a GPU that has one control daemon for all slices, and a GPU that has a control daemon for each slice.
 #[test]
 fn a_host_has_gpus_of_both_kinds() {
     let mut host = Host::new("h200x8");
@@ -166,7 +163,7 @@ fn a_host_has_gpus_of_both_kinds() {
     assert_eq!(["Exclusive_Process", "Default"], [host.compute_mode(0), host.compute_mode(1)]);
     let held: Vec<Client> = ["1b:00.0-1", "2d:00.0-1", "2d:00.0-2"].map(|slice| client(&host, slice)).into();
     assert!(host.clients().iter().all(|one| one["bypass"] == false), "{:#?}", host.clients());
-    // The new configuration gives all slices of the second GPU one control daemon, which starts when the clients of these
+    // The new configuration wants one control daemon for the second GPU. This control daemon starts when the clients of all
     // slices have ended.
     host.devices(&[&entry(128, "gpu"), &entry(129, "gpu")]);
     let changes = text(&host.mpsctl(&["check", "--sysroot", &host.path("sysroot").display().to_string()]));
@@ -180,7 +177,7 @@ fn a_host_has_gpus_of_both_kinds() {
     let status = host.wait_for_state("ready");
     assert_eq!(status["control_daemons"].as_array().unwrap().len(), 1, "{status:#}");
     assert_eq!(host.compute_mode(1), "Exclusive_Process");
-    // After the next reload, each slice of the second GPU gets its own control daemon again.
+    // The configuration before is restored, so each slice of the second GPU gets its own control daemon again.
     let held = client(&host, "2d:00.0-1");
     host.devices(&[&entry(128, "gpu"), &entry(129, "slice")]);
     host.reload();
@@ -196,8 +193,8 @@ fn a_host_has_gpus_of_both_kinds() {
     assert_eq!(["Default", "Default"], [host.compute_mode(0), host.compute_mode(1)]);
 }
 
-/// Slices are added to a GPU and removed while its other slices have clients: a control daemon of one slice does not wait for
-/// the clients of other slices.
+/// Slices are added and removed while other slices of the GPU have clients. Each control daemon waits only for the clients of
+/// its own slice.
 #[test]
 fn slices_come_and_go_beside_the_others() {
     let mut host = Host::new("h200");
@@ -235,7 +232,7 @@ fn slices_come_and_go_beside_the_others() {
     host.nothing_runs();
 }
 
-/// A stop restores the compute mode that the GPU had before the service started, whichever mode it was.
+/// A stop restores the compute mode from before the service's start, even if it was not DEFAULT.
 #[test]
 fn an_exclusive_gpu_is_exclusive_again_afterwards() {
     let mut host = Host::new("h200");
@@ -251,8 +248,7 @@ fn an_exclusive_gpu_is_exclusive_again_afterwards() {
     host.wait_for_state("ready");
     assert_eq!(host.stop().code(), Some(0));
     assert_eq!(host.compute_mode(0), "Exclusive_Process");
-    // The GPU is in the compute mode `EXCLUSIVE_PROCESS`. If the service may not change this compute mode, only the server of
-    // one slice can use the GPU.
+    // In `EXCLUSIVE_PROCESS`, only one server can use the GPU. The service may not change the compute mode here.
     host.configure("cuda_mps_topology: per_slice\ncuda_mps_set_compute_mode: false");
     host.start();
     host.wait_for_failure(
@@ -262,8 +258,8 @@ fn an_exclusive_gpu_is_exclusive_again_afterwards() {
     assert_eq!(host.stop().code(), Some(0));
 }
 
-/// If NVML fails to list the processes of a GPU, the service does not take a reported program without MPS for ended, and does
-/// not report the program again later.
+/// The service has reported a bypass, and NVML then fails to list the processes. The service must not take the bypass for
+/// ended, since it would report the bypass a second time.
 #[test]
 fn a_program_without_mps_stays_known_while_nvml_lists_nobody() {
     let mut host = serving();
@@ -271,8 +267,8 @@ fn a_program_without_mps_stays_known_while_nvml_lists_nobody() {
     let stranger =
         Client::start(stranger.env("CUDA_MPS_PIPE_DIRECTORY", host.path("nowhere")).stdout(Stdio::null()));
     host.wait_for_state("degraded");
-    // The test changes the compute mode, and the service restores it when it checks the GPU, so the compute mode shows when
-    // the check is done.
+    // The test sets a wrong compute mode and makes the service check the GPU. When the service has restored the compute mode,
+    // this check is complete.
     let looks_at_the_gpu = |host: &Host| {
         host.plant("gpus/0/compute_mode", "Prohibited");
         host.meets_xid(0, 31);
@@ -299,7 +295,6 @@ fn a_program_without_mps_stays_known_while_nvml_lists_nobody() {
     assert_eq!(host.stop().code(), Some(0));
 }
 
-/// The service reports once that a program without MPS uses the GPU.
 #[test]
 fn a_program_without_mps_is_told_once() {
     let mut host = serving();
@@ -326,7 +321,6 @@ fn a_program_without_mps_is_told_once() {
     assert_eq!(host.stop().code(), Some(0));
 }
 
-/// A drained slice takes no new clients, and its present clients stay.
 #[test]
 fn a_drained_slice_takes_nobody() {
     let mut host = serving();
@@ -343,8 +337,8 @@ fn a_drained_slice_takes_nobody() {
     assert_eq!(host.stop().code(), Some(0));
 }
 
-/// A client that stays after a fault keeps its own slice from new clients until the grace period is over, even if the service
-/// restarts meanwhile.
+/// A client does not end after a fault. Its slice takes no new client until the grace period is over, even if the service
+/// restarts. Other slices are not affected.
 #[test]
 fn a_fault_outlives_the_service_in_its_slice_alone() {
     let mut host = Host::new("h200");
@@ -374,8 +368,7 @@ fn a_fault_outlives_the_service_in_its_slice_alone() {
     host.nothing_runs();
 }
 
-/// A control daemon that waits for a client stopped by SIGSTOP serves no new program, but new programs of other slices'
-/// control daemons do not wait.
+/// A control daemon that waits for a stopped client serves no new client. The control daemons of other slices still do.
 #[test]
 fn a_control_daemon_that_hangs_keeps_its_slice_alone_from_clients() {
     let mut host = serving();
@@ -399,8 +392,7 @@ fn a_control_daemon_that_hangs_keeps_its_slice_alone_from_clients() {
         let done = host.program_of(slice, &["hold", "0.1"]).output().unwrap();
         assert!(done.status.success(), "{slice}: {}", text(&done));
     }
-    // The control daemon of one slice hangs. The clients of the other slices are still listed, and their GPU work can be
-    // ended.
+    // One control daemon hangs. The clients of the other slices can still be listed, and their GPU work can be ended.
     let listed = host.json(&["clients"]).unwrap();
     let pids: BTreeSet<u64> =
         listed.as_array().unwrap().iter().filter_map(|one| one["pid"].as_u64()).collect();
@@ -418,7 +410,6 @@ fn a_control_daemon_that_hangs_keeps_its_slice_alone_from_clients() {
     assert_eq!(host.stop().code(), Some(0));
 }
 
-/// With a control daemon for each slice, each slice can have 48 clients.
 #[test]
 fn a_full_slice_takes_no_place_of_another() {
     let mut host = serving();
@@ -446,7 +437,6 @@ fn a_full_slice_takes_no_place_of_another() {
     assert_eq!(host.stop().code(), Some(0));
 }
 
-/// The service restores limits that another program has changed in the control daemon of one slice.
 #[test]
 fn limits_changed_by_others_are_set_back_in_their_slice() {
     let mut host = serving();

@@ -1,4 +1,4 @@
-//! The message ids of the journal are the same in the source, in the message catalogs and in docs/journal.md.
+//! Tests that the source, the message catalogs and docs/journal.md have the same message ids.
 
 use std::collections::BTreeSet;
 use std::fs;
@@ -19,7 +19,7 @@ fn read(path: &str) -> String {
     fs::read_to_string(source(path)).unwrap()
 }
 
-/// The message ids in a text, found by a pattern in which ID stands for the id.
+/// Returns the message ids that `pattern` finds in a text. ID in the pattern stands for an id.
 fn ids(pattern: &str, text: &str) -> Vec<String> {
     let pattern = Regex::new(&pattern.replace("ID", "([0-9a-f]{32})")).unwrap();
     let mut ids: Vec<String> = pattern.captures_iter(text).map(|found| found[1].to_owned()).collect();
@@ -38,8 +38,7 @@ fn source_catalogs_and_page_have_the_same_ids() {
     assert_eq!(ids("(?m)^\\| `ID` \\|", &read("docs/journal.md")), known);
 }
 
-/// The catalogs use only journal fields that docs/journal.md describes: with an unknown field the text of a message would
-/// have a gap.
+/// docs/journal.md describes every journal field in the catalogs. A field that the journal lacks would leave a gap in the text.
 #[test]
 fn catalogs_name_fields_that_the_page_explains() {
     let page = read("docs/journal.md");
@@ -69,15 +68,15 @@ fn journalctl_takes_the_catalogs() {
         command.arg(format!("--root={}", root.path().display())).arg(argument).env("LC_ALL", "C");
         let output = command.output().unwrap();
         assert!(output.status.success(), "{argument}: {}", text(&output));
-        // journalctl reports a bad entry of a message catalog only on standard error, and exits with 0.
+        // journalctl reports a wrong catalog entry only on stderr, and exits with 0.
         assert!(output.stderr.is_empty(), "{argument}: {}", text(&output));
         text(&output)
     };
     journalctl("--update-catalog");
     let listed = journalctl("--list-catalog");
     assert_eq!(ids("(?m)^ID yunion-mps-daemon: ", &listed), ids("=> \"ID\"", &read("src/message.rs")));
-    // journalctl shows the Chinese texts only in a Chinese locale, which the machine may lack. So the test looks for the
-    // Chinese texts in the catalog's database.
+    // journalctl shows the Chinese texts only in a Chinese locale, which the machine may lack. So the test reads them from the
+    // catalog's database.
     let database = fs::read(root.path().join("var/lib/systemd/catalog/database")).unwrap();
     let database = String::from_utf8_lossy(&database);
     for subject in read("packaging/journal/yunion-mps-daemon.zh_CN.catalog").lines() {

@@ -1,5 +1,5 @@
-//! Compares the JSON that the commands print with its documentation in docs/schemas and docs/json.md: every key has a
-//! description, and every description has a key.
+//! Compares the JSON of the commands with docs/schemas and docs/json.md. Each key has a description, and each description has a
+//! key.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
@@ -17,15 +17,15 @@ use crate::support::schema::{directory, strict};
 use crate::support::service::Service;
 use crate::support::snapshot::{P40, p40_board};
 
-/// The keys that no recorded JSON document in tests/golden has. For each of these keys another test sees a document with it.
+/// The keys that no recorded JSON in tests/golden has. Another test has JSON with these keys.
 const ELSEWHERE: [(&str, &[&str]); 6] = [
     ("check", CHECK),
     ("clients", &["[].container", "[].container_id", "[].guest", "[].label", "[].project"]),
-    // The test `release::terminate_by_pid_and_by_device` sees these keys.
+    // In the test `release::terminate_by_pid_and_by_device`.
     ("events", &["[].ended_clients", "[].ended_for"]),
-    // The test `kernel_limits::a_refused_limit_leaves_the_watch_and_says_why` sees this key.
+    // In the test `kernel_limits::a_refused_limit_leaves_the_watch_and_says_why`.
     ("list", &["[].kernel_limit_refused"]),
-    // The test `cpus::a_take_over_shows_the_cpus_in_force` sees this key.
+    // In the test `cpus::a_take_over_shows_the_cpus_in_force`.
     ("status", &[".control_daemons[].wanted_cpus"]),
     ("terminate", &[".container"]),
 ];
@@ -57,7 +57,6 @@ fn schemas() -> BTreeSet<String> {
     files.map(|file| file.file_stem().unwrap().to_str().unwrap().to_owned()).collect()
 }
 
-/// Collects the recorded JSON documents in a directory, by the name of the schema that describes them.
 fn recorded(directory: &Path, found: &mut BTreeMap<String, Vec<Value>>) {
     for entry in fs::read_dir(directory).unwrap() {
         let file = entry.unwrap().path();
@@ -65,7 +64,7 @@ fn recorded(directory: &Path, found: &mut BTreeMap<String, Vec<Value>>) {
             recorded(&file, found);
         } else if file.extension().is_some_and(|extension| extension == "json") {
             let name = file.file_stem().unwrap().to_str().unwrap();
-            // `terminate-device` is the output of `terminate` with another argument.
+            // `terminate-device` is recorded from the command `terminate` too.
             let schema = if name == "terminate-device" { "terminate" } else { name };
             let document = serde_json::from_str(&fs::read_to_string(&file).unwrap()).unwrap();
             found.entry(schema.to_owned()).or_default().push(document);
@@ -86,7 +85,6 @@ fn every_recorded_document_is_as_documented() {
     }
 }
 
-/// The check for undocumented keys does find such a key.
 #[test]
 #[should_panic(expected = "Additional properties are not allowed ('extra' was unexpected)")]
 fn a_key_without_documentation_is_found() {
@@ -110,7 +108,7 @@ fn differences_and_mistakes_of_a_configuration_are_as_documented() {
         host.configure(lines);
         documents.push(check(&host));
     }
-    // `yunion-mps-daemon --check --json` prints the same JSON document as `yunion-mpsctl check --json`.
+    // `yunion-mps-daemon --check --json` prints the same JSON as `yunion-mpsctl check --json`.
     let output = host
         .command(daemon())
         .args(["--check", "--json", "--sysroot"])
@@ -134,8 +132,7 @@ fn a_container_that_was_released_is_as_documented() {
     assert_eq!(host.stop().code(), Some(0));
 }
 
-/// The JSON of the first client has only the required keys, and that of the second client also has the keys about its
-/// container.
+/// The first client has only the required keys. The second client also has the keys about its container.
 #[tokio::test]
 async fn clients_in_containers_and_unknown_clients_are_as_documented() {
     let mut service = Service::start(p40_board()).await;
@@ -167,7 +164,6 @@ async fn clients_in_containers_and_unknown_clients_are_as_documented() {
     assert!(keys.present.contains("[].container_id") && !keys.present.contains("[].uid"), "{keys:?}");
 }
 
-/// The page docs/json.md names every schema, and every command that can print JSON has a schema.
 #[test]
 fn the_page_names_every_command_with_its_schema() {
     let page = fs::read_to_string(directory().with_file_name("json.md")).unwrap();

@@ -1,4 +1,4 @@
-//! The memory limits that the kernel enforces for bound control groups, with a simulated driver that supports them.
+//! Tests of memory limits that the kernel enforces for bound control groups, with a simulated driver that supports such limits.
 
 use std::fs;
 use std::path::PathBuf;
@@ -18,7 +18,8 @@ const OWN: &str = "00:06.0-1";
 const MEMORY: u64 = 35942;
 const NEIGHBOURS: &str = "00:06.0-2";
 
-/// Starts a host that serves GPUs with driver 615, and makes the control groups of two containers.
+/// Starts a host with driver 615, which supports memory limits for control groups, and makes the control groups of two
+/// containers.
 fn with_driver_615(test: &str, lines: &str) -> Option<(Host, [ContainerGroup; 2])> {
     let (host, groups) = with_containers(test, lines)?;
     host.plant("driver", "615.71.09\n");
@@ -26,13 +27,12 @@ fn with_driver_615(test: &str, lines: &str) -> Option<(Host, [ContainerGroup; 2]
     Some((host, groups))
 }
 
-/// The file in which the driver keeps the limits of a control group.
 fn limits_file(host: &Host, group: &ContainerGroup) -> PathBuf {
     let name = group.directory.to_str().unwrap().replace('/', "%");
     host.path("gpus/0/memory_limits").join(name)
 }
 
-/// The hard memory limit of a control group in MiB, from the driver's file. None without a limit.
+/// Returns the hard memory limit of a control group in MiB, or None without a limit.
 fn limit(host: &Host, group: &ContainerGroup) -> Option<u64> {
     let text = fs::read_to_string(limits_file(host, group)).ok()?;
     let (soft, hard) = text.trim().split_once(' ').unwrap();
@@ -55,7 +55,6 @@ fn limited(host: &Host, group: &ContainerGroup, wanted: Option<u64>) {
     wait_for(&format!("the limit {wanted:?}"), || (limit(host, group) == wanted).then_some(()));
 }
 
-/// True if a program in the control group can allocate this much GPU memory.
 fn can_have(host: &Host, group: &ContainerGroup, mib: u64) -> bool {
     let enter = "echo $$ > \"$0/cgroup.procs\" && exec cuda-client alloc \"$1\"";
     let mut command = host.command("sh");
@@ -64,8 +63,8 @@ fn can_have(host: &Host, group: &ContainerGroup, mib: u64) -> bool {
     command.status().unwrap().success()
 }
 
-/// When the D-Bus method Bind returns, the kernel enforces the memory limit of the slice for all programs of the bound
-/// control group together, and for no other program.
+/// After Bind, the kernel enforces the slice's memory limit for all programs of the control group together, and for no other
+/// program.
 #[test]
 fn the_kernel_holds_the_memory_of_a_bound_control_group() {
     let test = "the_kernel_holds_the_memory_of_a_bound_control_group";
@@ -77,7 +76,7 @@ fn the_kernel_holds_the_memory_of_a_bound_control_group() {
 
     let first = client(&host, &group.directory, &["hold", "600", "--mib", "30000"], "");
     assert!(!can_have(&host, &group, 10_000) && can_have(&host, &other, 10_000));
-    // A service that is killed leaves the limit in the kernel, and the next service shows it.
+    // The limit stays in the kernel when the service is killed, and the next service shows it.
     host.signal(Signal::KILL);
     host.ended();
     assert_eq!(limit(&host, &group), Some(MEMORY));
@@ -91,7 +90,6 @@ fn the_kernel_holds_the_memory_of_a_bound_control_group() {
     enforced_by(&host, OWN, "watch");
 }
 
-/// The service never shows a memory limit as enforced by the kernel if the kernel has refused it.
 #[test]
 fn a_refused_limit_leaves_the_watch_and_says_why() {
     let test = "a_refused_limit_leaves_the_watch_and_says_why";
@@ -110,13 +108,13 @@ fn a_refused_limit_leaves_the_watch_and_says_why() {
         "{advice}"
     );
 
-    // The simulated kernel no longer refuses memory limits, and a reload makes the service set the limit again.
+    // The kernel now accepts memory limits. A reload makes the service try again.
     host.plant("gpus/0/memory_accounting", "");
     host.reload();
     enforced_by(&host, OWN, "kernel");
     assert_eq!(refused(OWN), None);
 
-    // The kernel refuses a limit that is lower than the memory that programs already have.
+    // The kernel refuses a limit below the memory that the programs already have.
     let greedy = client(&host, &other.directory, &["hold", "600", "--mib", "40000"], "");
     succeeded(&bind(&host, NEIGHBOURS, &other, &[]));
     let why = wait_for("the reason", || refused(NEIGHBOURS));
@@ -128,8 +126,8 @@ fn a_refused_limit_leaves_the_watch_and_says_why() {
     assert!(crate::support::host::alive(greedy.id()));
 }
 
-/// Without the kernel's control group controller `dmem`, the driver does not count memory that programs allocated before the
-/// limit was set.
+/// Without the kernel's controller `dmem`, the driver does not count memory that was allocated before the limit was set. So the
+/// limit does not hold for that memory.
 #[test]
 fn memory_from_before_the_limit_is_no_limit() {
     let test = "memory_from_before_the_limit_is_no_limit";
@@ -147,8 +145,8 @@ fn memory_from_before_the_limit_is_no_limit() {
     enforced_by(&host, OWN, "kernel");
 }
 
-/// A hook of NVIDIA's container toolkit may set other limits for the container just after the service's hook has bound the
-/// container.
+/// A hook of NVIDIA's container toolkit may set other limits just after the service's hook has bound the container. The service
+/// notices this and sets its limit again.
 #[test]
 fn the_limits_of_another_hook_are_replaced_within_seconds_and_told() {
     let test = "the_limits_of_another_hook_are_replaced_within_seconds_and_told";
@@ -164,7 +162,7 @@ fn the_limits_of_another_hook_are_replaced_within_seconds_and_told() {
         fs::write(&file, format!("{} {}", reserved << 20, mib << 20)).unwrap();
         let text = || fs::read_to_string(&file).unwrap().trim().to_owned();
         wait_for("the limit of the slice", || (text() == ours).then_some(()));
-        // The service notices the changed limit within the allowed 50 s, before its regular check, which comes every minute.
+        // The regular check comes once a minute. The service must notice the other limit earlier.
         assert!(begun.elapsed() < Duration::from_secs(50), "{:?}", begun.elapsed());
         let told = format!("it was {found}, and is {MEMORY} MiB again");
         wait_for(&told, || host.log().contains(&told).then_some(()));
@@ -176,8 +174,8 @@ fn the_limits_of_another_hook_are_replaced_within_seconds_and_told() {
     }
 }
 
-/// The file of a control group shows the limit of its parent group, which other control groups share. The limit of a parent
-/// group does not count as the control group's own limit.
+/// The file of a control group also shows the limit of the group above it, which several control groups share. The service must
+/// not take that limit for the group's own.
 #[test]
 fn a_limit_above_a_control_group_is_not_its_own() {
     let test = "a_limit_above_a_control_group_is_not_its_own";
@@ -189,8 +187,7 @@ fn a_limit_above_a_control_group_is_not_its_own() {
     enforced_by(&host, OWN, "kernel");
 }
 
-/// The kernel's memory limit changes with the size of the slice and with the configuration, and a stop of the service removes
-/// the limit.
+/// The kernel's limit follows the size of the slice and the configuration. A stop of the service removes the limit.
 #[test]
 fn a_limit_follows_the_configuration() {
     let test = "a_limit_follows_the_configuration";
@@ -206,8 +203,8 @@ fn a_limit_follows_the_configuration() {
     };
     sized(20_000);
     sized(30_000);
-    // Two control groups with one slice could each have the slice's memory, so the kernel's limits don't enforce the limit of
-    // the slice.
+    // Two control groups share the slice, and each could have the whole memory of the slice. So the kernel's limits do not
+    // enforce the limit of the slice.
     succeeded(&bind(&host, OWN, &shared, &["--share"]));
     enforced_by(&host, OWN, "watch");
     assert_eq!((limit(&host, &group), limit(&host, &shared)), (Some(30_000), Some(30_000)));

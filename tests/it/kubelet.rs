@@ -1,5 +1,5 @@
-//! The device plugin with a kubelet that admits pods, restarts, hangs and deletes pods by force: the plugin gives no slice
-//! that a container has to another pod, and no pod fails because of its slice.
+//! Tests the device plugin with a kubelet that admits pods, restarts, hangs, and deletes pods by force. The plugin must not
+//! give out a slice that a container still has, and no pod may fail because of its slice.
 
 use std::fs;
 use std::os::unix::fs::PermissionsExt;
@@ -20,14 +20,13 @@ use crate::support::service_manager::ServiceManager;
 use crate::support::skip::{root_or_skip, skip};
 use crate::support::wait::wait_for;
 
-/// A running container, whose control group is bound to a slice.
 struct Container {
     first: Client,
     group: ContainerGroup,
 }
 
 impl Container {
-    /// Starts a container as a runtime with the slice's hook does.
+    /// Starts a container and binds it to the slice, as the slice's hook does.
     fn start(host: &Host, group: ContainerGroup, slice: &str, label: &str) -> Self {
         let first = Client::start(host.command("sleep").arg("600"));
         group.take(first.id(), "");
@@ -35,7 +34,7 @@ impl Container {
         Self { first, group }
     }
 
-    /// Ends the container, while its pod goes on, and returns its control group.
+    /// Ends the container but not its pod. Returns the control group.
     fn end(self) -> ContainerGroup {
         self.first.end();
         self.group.remove();
@@ -43,7 +42,7 @@ impl Container {
     }
 }
 
-/// Returns None if the tests do not run as root, or if no control group can be made.
+/// Returns None without root, or if this machine does not let the test make control groups.
 fn group(test: &str, of: fn() -> Option<ContainerGroup>) -> Option<ContainerGroup> {
     if !root_or_skip(test) {
         return None;
@@ -55,8 +54,8 @@ fn group(test: &str, of: fn() -> Option<ContainerGroup>) -> Option<ContainerGrou
     group
 }
 
-/// Waits for a list of devices that the plugin sends after this call. To cause such a list, the function drains the slice
-/// `drained`, which stays drained.
+/// Drains the slice `drained`, and waits for the list of devices that the plugin then sends. All lists that were caused earlier
+/// have come before.
 fn a_new_list(host: &Host, kubelet: &mut FakeKubelet, drained: &str) {
     succeeded(&host.mpsctl(&["drain", drained]));
     kubelet.wait_for_devices(QUARTER, 4, &[drained]);
@@ -71,7 +70,7 @@ fn a_pod_hands_the_slice_of_its_ended_init_container_on() {
     assert_eq!((&first["devices"], &first["settings"]), (&main["devices"], &main["settings"]), "{admitted}");
     let device = first["devices"][0].as_str().unwrap();
     assert_eq!(kubelet.given()[device], ["train-0/download", "train-0/main"]);
-    // The other three slices of the GPU go to three other pods, and a fifth pod gets no slice.
+    // The other three slices go to three other pods, and a fifth pod gets no slice.
     for pod in ["train-1", "train-2", "train-3"] {
         assert_ne!(kubelet.admitted(pod, 1).0, [device]);
     }
@@ -82,7 +81,7 @@ fn a_pod_hands_the_slice_of_its_ended_init_container_on() {
     assert_eq!(kubelet.admitted("train-5", 1).0, [device]);
 }
 
-/// If the plugin refuses the devices, the pod is rejected with the plugin's reason.
+/// The kubelet rejects the pod with the reason for which the plugin has refused the devices.
 #[test]
 fn a_pod_that_asks_for_two_slices_of_one_gpu_is_not_admitted() {
     let (_host, mut kubelet, _plugin) = node("h200", &[]);
@@ -95,8 +94,8 @@ fn a_pod_that_asks_for_two_slices_of_one_gpu_is_not_admitted() {
     assert!(kubelet.given().is_empty(), "{:?}", kubelet.given());
 }
 
-/// A kubelet that starts admits each pod again, including pods with an ended init container or a container in back-off. The
-/// kubelet must not reject any of these pods.
+/// A kubelet that starts admits each pod again, even if an init container has ended or a container is in back-off. The kubelet
+/// must not reject these pods.
 #[test]
 fn a_restart_of_the_kubelet_rejects_no_pod_whose_slice_is_served() {
     let test = "a_restart_of_the_kubelet_rejects_no_pod_whose_slice_is_served";
@@ -109,11 +108,11 @@ fn a_restart_of_the_kubelet_rejects_no_pod_whose_slice_is_served() {
     let _main = Container::start(&host, of_pod, &slice, "ml/train-0/main");
     let in_back_off = kubelet.admitted("crashes", 1).0.remove(0);
     let crashes = Container::start(&host, of_other, &in_back_off, "ml/crashes/main");
-    // Each pod has a sandbox process that runs whether or not the containers of the pod run.
+    // Each pod has a sandbox process, which runs even if no container of the pod does.
     let sandbox = Client::start(host.command("sleep").arg("600"));
     crashes.group.let_go(sandbox.id());
     let (_pod, _sandbox) = (crashes.end(), sandbox);
-    // The kubelet gives a drained slice to no new pod. But the kubelet must accept the running pods that have drained slices.
+    // The kubelet gives a drained slice to no new pod. It must still accept the pods that already have the slice.
     succeeded(&host.mpsctl(&["drain", &slice, &in_back_off]));
     let running = json!({"train-0": ["main"]});
     for _ in 0..3 {
@@ -126,7 +125,7 @@ fn a_restart_of_the_kubelet_rejects_no_pod_whose_slice_is_served() {
     }
     kubelet.wait_for_devices(QUARTER, 4, &[]);
 
-    // While no device plugin is registered, a kubelet that starts rejects each pod that has a container which does not run.
+    // Without a registered device plugin, a kubelet that starts rejects each pod with a container that does not run.
     signal_pid(plugin.process.id(), Signal::TERM);
     kubelet.wait("the end of the list", |event| event["event"] == "gone");
     drop(kubelet);
@@ -137,8 +136,8 @@ fn a_restart_of_the_kubelet_rejects_no_pod_whose_slice_is_served() {
     assert!(kubelet.given().is_empty());
 }
 
-/// A kubelet that starts may remove the socket of a plugin that is just registering, and connects to this socket before it
-/// answers the registration.
+/// A kubelet that starts removes the sockets of plugins, also of a plugin that is just registering. It needs this socket before
+/// it answers the registration.
 #[test]
 fn a_removed_socket_is_made_again_while_the_kubelet_does_not_answer() {
     let host = Host::serving("h200");
@@ -155,7 +154,7 @@ fn a_removed_socket_is_made_again_while_the_kubelet_does_not_answer() {
     FakeKubelet::start(&host).wait_for_devices(QUARTER, 4, &[]);
 }
 
-/// The kubelet frees the device of a pod that was deleted by force at once, but the pod's container may run for a while.
+/// The kubelet frees the device of a pod that is deleted by force at once, although the pod's container may still run.
 #[test]
 fn after_a_forced_deletion_the_next_pod_gets_another_slice() {
     let test = "after_a_forced_deletion_the_next_pod_gets_another_slice";
@@ -168,14 +167,14 @@ fn after_a_forced_deletion_the_next_pod_gets_another_slice() {
     kubelet.ended("train-0");
     let (next, _) = kubelet.admitted("train-1", 1);
     assert_ne!(next, former);
-    // The kubelet gives the slice that the deleted pod's container still has only after the other slices.
+    // The plugin recommends free slices first. So the kubelet gives out the slice with the running container last.
     assert_ne!(kubelet.admitted("train-2", 1).0, former);
     assert_eq!(kubelet.admitted("train-3", 1).0, former);
     drop(container);
 }
 
-/// The plugin learns from the control group of a slice's owner if the owner is a pod, whatever the kubelet has given to pods,
-/// and whatever label the owner has.
+/// The plugin tells pods from other owners of a slice by the owner's control group. Neither the kubelet's record nor the
+/// binding's label counts.
 #[test]
 fn a_slice_of_a_pod_stays_healthy_and_one_of_a_stranger_never_is() {
     let test = "a_slice_of_a_pod_stays_healthy_and_one_of_a_stranger_never_is";
@@ -184,7 +183,7 @@ fn a_slice_of_a_pod_stays_healthy_and_one_of_a_stranger_never_is() {
     let [Some(of_pod), Some(race)] = others.map(|of| of()) else { return skip(test, NO_CONTAINER_GROUP) };
     let host = serving("h200");
     let _job = Container::start(&host, job, "00:06.0-1", "kubepods/ml/job/main");
-    // The plugin sees that a container outside Kubernetes has a slice before the kubelet runs.
+    // A container outside Kubernetes has a slice. The plugin sees this before a kubelet runs.
     let plugin = Plugin::start(&host, &[]);
     plugin.wait_until_it_says("waiting for the kubelet");
     let mut kubelet = FakeKubelet::start(&host);
@@ -196,8 +195,8 @@ fn a_slice_of_a_pod_stays_healthy_and_one_of_a_stranger_never_is() {
     let (code, why) = kubelet.refused(QUARTER, &["00:06.0-1"]);
     assert!(code == "FAILED_PRECONDITION" && why.contains("outside Kubernetes"), "{code}: {why}");
 
-    // A container outside Kubernetes takes the slice of a pod after the kubelet has admitted the pod, and before the
-    // container of the pod starts.
+    // A container outside Kubernetes takes the slice after the kubelet has admitted a pod with it, and before the pod's
+    // container starts.
     let (given, _) = kubelet.admitted("train-0", 1);
     let race = Container::start(&host, race, &given[0], "docker-job");
     let mut taken = ["00:06.0-1", &given[0]];
@@ -207,7 +206,7 @@ fn a_slice_of_a_pod_stays_healthy_and_one_of_a_stranger_never_is() {
     assert!(text(&refused).contains("is taken by docker-job"), "{}", text(&refused));
     kubelet.ended("train-0");
     let (next, _) = kubelet.admitted("train-1", 1);
-    // An init container gets the slice of its pod, as any other container of the pod does.
+    // An init container is bound to its pod's slice too.
     let download = Container::start(&host, of_pod, &next[0], "ml/train-1/download");
     drop(race);
     let last = kubelet.wait_for_devices(QUARTER, 4, &["00:06.0-1"]);
@@ -221,8 +220,8 @@ fn a_slice_of_a_pod_stays_healthy_and_one_of_a_stranger_never_is() {
     }
 }
 
-/// The slices of running pods keep the name of their Kubernetes resource when another GPU is cut into other slices: the
-/// kubelet would take all devices of a new resource for free.
+/// Another GPU is cut into other slices. The slices of running pods keep the name of their resource: the kubelet would take all
+/// devices of a new resource for free.
 #[test]
 fn a_gpu_that_is_cut_anew_changes_nothing_for_pods_on_other_gpus() {
     let test = "a_gpu_that_is_cut_anew_changes_nothing_for_pods_on_other_gpus";
@@ -231,7 +230,7 @@ fn a_gpu_that_is_cut_anew_changes_nothing_for_pods_on_other_gpus() {
     let before = kubelet.wait_for_devices(QUARTER, 32, &[]);
     let slice = kubelet.admitted("train-0", 1).0.remove(0);
     let _container = Container::start(&host, of_pod, &slice, "ml/train-0/main");
-    // Slices of 36000 MiB are also rounded to 35 GiB, so the name of their Kubernetes resource stays.
+    // Slices of 36000 MiB are also rounded to 35 GiB, so their resource keeps its name.
     let file = host.file("/etc/yunion/host_container_device.yml");
     let cut = "import sys, yaml
 devices = yaml.safe_load(open(sys.argv[1]))
@@ -254,7 +253,7 @@ open(sys.argv[1], 'w').write(yaml.safe_dump(devices))";
     assert_ne!(kubelet.admitted("train-1", 1).0, [slice]);
 }
 
-/// The scheduler of Kubernetes knows only the numbers of devices that the kubelet publishes for its node from time to time.
+/// The scheduler knows only the numbers of devices that the kubelet publishes for its node now and then.
 #[test]
 fn the_scheduler_sees_a_drain_of_a_free_slice_and_not_one_under_a_pod() {
     let test = "the_scheduler_sees_a_drain_of_a_free_slice_and_not_one_under_a_pod";
@@ -280,7 +279,6 @@ fn the_scheduler_sees_a_drain_of_a_free_slice_and_not_one_under_a_pod() {
     wait_for_numbers(&mut kubelet, 4);
 }
 
-/// If the device plugin does not reach the service, the plugin's log and the status line of its unit say so.
 #[test]
 fn a_plugin_that_does_not_reach_the_service_says_why() {
     let mut host = Host::new("h200");
@@ -308,7 +306,7 @@ fn a_plugin_that_does_not_reach_the_service_says_why() {
     );
 }
 
-/// A systemd sandbox keeps the directory that existed at its start, and a directory that is made later at the same path is
+/// The sandbox of a systemd unit has the directory that existed at the start of the unit. A new directory at the same path is
 /// read-only in the sandbox.
 #[test]
 fn a_plugin_whose_directory_was_made_anew_ends_so_that_it_gets_another_sandbox() {
@@ -327,7 +325,7 @@ fn a_plugin_whose_directory_was_made_anew_ends_so_that_it_gets_another_sandbox()
     let mut plugin = Plugin::started_by(&host, command, "plugin.log");
     let mut kubelet = FakeKubelet::start(&host);
     kubelet.wait_for_devices(QUARTER, 4, &[]);
-    // kubeadm removes the directory of the device plugins' sockets when a node joins a cluster again.
+    // kubeadm removes this directory when a node joins a cluster again.
     drop(kubelet);
     fs::remove_dir_all(&sockets).unwrap();
     let _kubelet = FakeKubelet::start(&host);
@@ -336,8 +334,8 @@ fn a_plugin_whose_directory_was_made_anew_ends_so_that_it_gets_another_sandbox()
     assert!(plugin.said().contains("Read-only file system"), "{}", plugin.said());
 }
 
-/// A shell script that mounts directories as systemd does for `ProtectSystem=strict` and `StateDirectory=`: a directory is
-/// read-only, except for one directory inside it.
+/// Mounts directories as systemd does for `ProtectSystem=strict` and `StateDirectory=`: `$1` is read-only, except for the
+/// directory `$2` in it.
 const SANDBOX: &str = "mount --bind \"$1\" \"$1\" && mount --bind \"$2\" \"$2\" && mount -o remount,bind,ro \"$1\" && \
                        shift 2 && exec \"$@\"";
 
@@ -349,12 +347,12 @@ fn a_second_plugin_leaves_the_sockets_of_the_first_alone() {
     let second = Plugin::started_by(&host, Plugin::command(&host, &[]), "second.log");
     second.wait_until_it_says("another device plugin serves this socket");
     kubelet.events.clear();
-    // When the next list of devices arrives, the second plugin has checked that the socket of the resource exists.
+    // When this list arrives, the second plugin has also looked at the socket of the first.
     a_new_list(&host, &mut kubelet, "00:06.0-3");
     assert!(!first.said().contains("the socket was removed"), "{}", first.said());
     let registrations = kubelet.heard.iter().filter(|event| event["event"] == "registered");
     assert_eq!(registrations.count(), 1);
-    // When the first plugin has ended, the second plugin registers the resource.
+    // After the end of the first plugin, the second one registers the resource.
     signal_pid(first.process.id(), Signal::TERM);
     kubelet.wait_for_registration(QUARTER);
 }
@@ -376,7 +374,7 @@ fn without_an_inotify_instance_the_plugin_names_the_setting_and_goes_on() {
     assert!(!plugin.said().contains("which makes this directory"), "{}", plugin.said());
 }
 
-/// A kubelet before version 1.26 accepts the plugin's registration, but can't ask the plugin for its list of devices.
+/// A kubelet before version 1.26 accepts the registration, but never asks this plugin for its devices.
 #[test]
 fn a_kubelet_that_never_asks_for_devices_is_named() {
     let host = Host::serving("h200");

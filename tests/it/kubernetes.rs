@@ -1,5 +1,5 @@
-//! The device plugin and its Kubernetes resources: the devices that it reports to the kubelet, and the settings that a
-//! container gets. The tests in `kubelet` also admit pods.
+//! Tests of the device plugin's resources: the devices that it reports to the kubelet, and the settings that a container gets.
+//! The tests in `kubelet` also admit pods.
 
 use std::fs;
 use std::io::{BufRead, BufReader, Write};
@@ -45,7 +45,7 @@ fn drains_and_faults_reach_the_kubelet_and_nobody_is_given_such_a_slice() {
     kubelet.wait_for_devices(QUARTER, 4, &[]);
     kubelet.allocated(QUARTER, &["00:06.0-1"]);
 
-    // With this fault no new control daemon can start after the present one has ended.
+    // With this fault no control daemon can start. So the slices become unhealthy when the present control daemon ends.
     host.plant("mps/fault/start-exits", "");
     signal_pid(control_pid(&host.wait_for_state("ready")), Signal::KILL);
     let all = ["00:06.0-0", "00:06.0-1", "00:06.0-2", "00:06.0-3"];
@@ -63,7 +63,7 @@ fn containers_get_cdi_devices_or_refusals_with_a_reason() {
     assert_eq!(settings, json!({"environment": {}, "mounts": [], "nodes": [], "cdi": names}));
     plugin.wait_until_it_says(&format!("gave {own} to a container"));
 
-    // The container gets slices of two GPUs: one environment for both, NVIDIA's CDI devices, and the hook of each slice.
+    // A container with slices of two GPUs gets one environment, NVIDIA's CDI devices for both GPUs, and the hook of each slice.
     let (first, second) = (ids(&devices)[0], ids(&devices)[4]);
     let settings = kubelet.allocated(QUARTER, &[first, second]);
     assert_eq!(settings["environment"]["YUNION_MPS_DEVICE"], format!("{first},{second}"));
@@ -118,8 +118,8 @@ fn the_kubelet_is_told_which_slice_to_prefer() {
 fn a_kubelet_that_restarts_is_registered_with_again() {
     let (host, mut first, _plugin) = node("h200", &[]);
     first.wait_for_devices(QUARTER, 4, &[]);
-    // A kubelet that ends does not remove its own socket. The next kubelet removes all sockets in the directory, or, with
-    // `--leave`, leaves the sockets of the plugin.
+    // A kubelet that ends does not remove its own socket. The next kubelet removes all sockets in the directory or, with
+    // `--leave`, only its own.
     for words in [&[][..], &["--leave"], &[], &["--leave"]] {
         drop(first);
         first = FakeKubelet::start_with(&host, words);
@@ -138,7 +138,7 @@ fn the_plugin_waits_for_a_kubelet_that_comes_later() {
     plugin.wait_until_it_says("waiting for the kubelet");
     let mut kubelet = FakeKubelet::start(&host);
     kubelet.wait_for_devices(QUARTER, 4, &[]);
-    // A device plugin that stops removes its socket. The next device plugin registers the resource again.
+    // A plugin that stops removes its socket, and the next plugin registers the resource again.
     signal_pid(plugin.process.id(), Signal::TERM);
     kubelet.wait("the end of the list", |event| event["event"] == "gone");
     let socket = host.path("kubelet/device-plugins/yunion-mps-35gib.sock");
@@ -162,7 +162,7 @@ fn devices_outlast_a_restart_of_the_service() {
     plugin.wait_until_it_says(
         "the device plugin still offers the slices of the last answer: yunion-mps-daemon is not running",
     );
-    // If a container is created while the service does not run, the plugin's answer waits for the service.
+    // If a container is created while the service does not run, the plugin answers after the service has started.
     let wish = json!({"call": "allocate", "resource": QUARTER, "containers": [["00:06.0-3"]]});
     writeln!(kubelet.process.stdin.as_mut().unwrap(), "{wish}").unwrap();
     host.start();
@@ -171,7 +171,7 @@ fn devices_outlast_a_restart_of_the_service() {
     wait_for("the service", || {
         (plugin.said().matches("yunion-mps-daemon answers: 4 slices").count() == 2).then_some(())
     });
-    // The list of devices that this drain causes comes after every list that the restart of the service could have caused.
+    // The drain causes the last list of devices. All lists that the service's restart has caused come before.
     succeeded(&host.mpsctl(&["drain", "00:06.0-1"]));
     kubelet.wait_for_devices(QUARTER, 4, &["00:06.0-1"]);
     let lists = kubelet.heard.iter().filter(|event| event["event"] == "devices");
@@ -214,7 +214,7 @@ fn resources_come_and_go_with_the_configuration() {
     kubelet.wait_for_devices("gpu.example.com/mps-20gib", 2, &[]);
     let large = kubelet.wait_for_devices("gpu.example.com/large", 1, &[]);
     assert_eq!(ids(&large), ["00:06.0-2"]);
-    // The plugin sends an empty list for the former resource, and then ends the stream of lists.
+    // The plugin sends an empty list for the former resource, and then ends the stream of its lists.
     kubelet.wait_for_devices("gpu.example.com/mps-35gib", 0, &[]);
     let gone = |event: &Value| event["event"] == "gone" && event["resource"] == "gpu.example.com/mps-35gib";
     assert_eq!(kubelet.wait("the end of the list", gone)["code"], "OK");
@@ -229,12 +229,11 @@ print(sorted(family.name for family in read(open(sys.argv[1]).read())))";
     assert!(families.contains("yunion_mps_device_plugin_registrations"), "{families}");
 }
 
-/// The path of a Kubernetes manifest in docs/kubernetes.
 fn manifest(name: &str) -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("docs/kubernetes").join(name)
 }
 
-/// Kubernetes' own types know every key of the manifests, and the check finds a wrong key.
+/// The test reads the manifests with Kubernetes' own types, which refuse an unknown key.
 #[test]
 fn the_manifests_are_objects_of_kubernetes() {
     let read = |files: &[PathBuf]| {
@@ -265,8 +264,8 @@ fn the_manifests_are_objects_of_kubernetes() {
     }
 }
 
-/// The answers of the Kubernetes admission policy in policy.yaml about objects, with a line for each object. Each object is
-/// given with its state before the change.
+/// Returns the answers of the admission policy in policy.yaml, a line for each pair of an object and its state before the
+/// change.
 fn policy_on(objects: &[(Value, Value)]) -> Vec<String> {
     let cel = Path::new(env!("CARGO_MANIFEST_DIR")).join(".cache/cel");
     assert!(cel.is_dir(), "{} is missing; make it with scripts/fetch-cel.sh", cel.display());
@@ -277,7 +276,7 @@ fn policy_on(objects: &[(Value, Value)]) -> Vec<String> {
     BufReader::new(python.stdout.take().unwrap()).lines().map(Result::unwrap).collect()
 }
 
-/// A pod with these resource limits in its containers and init containers. Null stands for a container without limits.
+/// Returns a pod whose containers and init containers have these resource limits. Null stands for a container without limits.
 fn pod_with(containers: &[Value], init_containers: &[Value]) -> Value {
     let container = |limits: &Value| match limits {
         Value::Null => json!({"name": "c"}),
@@ -291,7 +290,7 @@ fn pod_with(containers: &[Value], init_containers: &[Value]) -> Value {
     pod
 }
 
-/// An object, such as a Deployment, that makes pods with the specification of `pod`.
+/// Returns an object, such as a Deployment, that makes pods like `pod`.
 fn maker(version: &str, kind: &str, pod: &Value) -> Value {
     json!({"apiVersion": version, "kind": kind, "spec": {"template": {"spec": pod["spec"]}}})
 }
@@ -340,8 +339,7 @@ fn the_policy_refuses_what_can_never_run_or_may_be_ended() {
         (new(maker("apps/v1", "ReplicaSet", &wrong)), TWO),
         (new(maker("batch/v1", "Job", &wrong)), TWO),
         (new(cron_job), TWO),
-        // An object that was made before the policy was installed can still be labelled, and deleted together with its
-        // dependents.
+        // An object that is older than the policy can still be labelled, and can be deleted with its dependents.
         ((labelled, deployment.clone()), "not asked"),
         ((grown, deployment), TWO),
     ]
@@ -354,8 +352,8 @@ fn the_policy_refuses_what_can_never_run_or_may_be_ended() {
     }
 }
 
-/// systemd finds nothing wrong with the device plugin's unit, and the manifests ask for a resource whose name the plugin
-/// would give to slices of the board `h200`.
+/// systemd has no complaint about the plugin's unit. The manifests ask for the resource that the plugin makes on the board
+/// `h200`.
 #[test]
 fn the_unit_and_the_manifests_are_well_formed() {
     let source = |path: &str| Path::new(env!("CARGO_MANIFEST_DIR")).join(path);
@@ -386,7 +384,7 @@ fn the_unit_and_the_manifests_are_well_formed() {
         container["volumeMounts"].as_array().unwrap().iter().map(|one| one["mountPath"].as_str().unwrap());
     let places: Vec<&str> = places.collect();
     assert_eq!(places, ["/run/dbus", "/var/lib/kubelet/device-plugins"]);
-    // The default profiles of AppArmor and SELinux forbid the device plugin's pod the access to both mounted directories.
+    // The default profiles of AppArmor and SELinux forbid the pod the use of both mounted directories.
     assert_eq!(container["securityContext"]["appArmorProfile"], json!({"type": "Unconfined"}));
     assert_eq!(container["securityContext"]["seLinuxOptions"], json!({"type": "spc_t"}));
 }

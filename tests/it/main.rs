@@ -1,7 +1,7 @@
-//! Tests of the whole.
+//! Tests of the whole service on simulated hosts.
 
-// clippy.toml allows `unwrap` and the like only in functions marked as tests. The helper functions of this test program are
-// not marked as tests, and call `unwrap` too.
+// `clippy.toml` allows `unwrap` and the like only in functions marked as tests. The helper functions of this program also call
+// them.
 #![allow(
     clippy::unwrap_used,
     clippy::expect_used,
@@ -10,7 +10,7 @@
     clippy::print_stderr,
     clippy::print_stdout
 )]
-// The allowed clippy lints ask for a form that makes tests harder to read, or that a D-Bus interface does not allow.
+// These lints ask for code that would make tests harder to read, or that the D-Bus interface does not allow.
 #![allow(
     clippy::assigning_clones,
     clippy::float_cmp,

@@ -1,5 +1,5 @@
-//! `make bench` measures every row of its table, and docs/benchmarks.md explains each row. These tests do not check the
-//! measured figures.
+//! Tests that `make bench` measures every row of its table, and that docs/benchmarks.md explains each row. The measured figures
+//! do not matter here.
 
 use std::fs;
 use std::os::unix::fs::PermissionsExt;
@@ -12,7 +12,6 @@ use crate::support::host::{binaries, programs_with, text};
 
 const GROUPS: [&str; 7] = ["start", "death", "stop", "reload", "calls", "commands", "idle"];
 
-/// The command of the benchmark that measures these groups of rows once.
 fn benchmark(groups: &str, out: &Path) -> Command {
     let mut benchmark = Command::new(Path::new(env!("CARGO_MANIFEST_DIR")).join("benches/service/run.py"));
     benchmark.env("QUICK", "1").env("ONLY", groups).env("OUT", out).env("BINARIES", binaries());
@@ -20,7 +19,6 @@ fn benchmark(groups: &str, out: &Path) -> Command {
     benchmark
 }
 
-/// Measures a group of rows once.
 fn measured(group: &str) -> Value {
     let source = Path::new(env!("CARGO_MANIFEST_DIR"));
     let out = tempfile::tempdir().unwrap();
@@ -87,7 +85,6 @@ fn idling_is_measured() {
     every_row_of("idle");
 }
 
-/// Runs a benchmark that must fail, and returns its result file and its output.
 fn failed(groups: &str, programs: &Path, out: &Path) -> (Value, String) {
     let output = benchmark(groups, out).env("BINARIES", programs).output().unwrap();
     assert_eq!(output.status.code(), Some(1), "{}", text(&output));

@@ -1,4 +1,4 @@
-//! The daemon is killed at every step of its start, its reloads and its stop, repeatedly: no client may fail.
+//! Tests that kill the service at every step of its start, its reloads and its stop. No client may fail.
 
 use std::collections::BTreeMap;
 use std::fs::{self, File};
@@ -20,8 +20,8 @@ use crate::support::random::Random;
 use crate::support::slice::leads_to;
 use crate::support::wait::{DEADLINE, wait_for};
 
-/// The steps of a start without control daemons, of a start that takes control daemons over, of a reload, and of a stop, at
-/// which the test kills the service. The names of the steps are from the service's log.
+/// The steps at which the test kills the service. The four lists are for a start without control daemons, a start that takes
+/// control daemons over, a reload, and a stop. The service's log names each step.
 const COLD: [&str; 12] = [
     "mode-written-down",
     "mode-set",
@@ -40,27 +40,25 @@ const WARM: [&str; 5] = ["taken-over", "defaults", "linked", "limits", "ready"];
 const RELOAD: [&str; 6] = ["granted", "defaults", "linked", "live", "limits", "ready"];
 const STOP: [&str; 5] = ["quit", "ended", "forgotten", "mode-back", "mode-forgotten"];
 
-/// Stands for a kill at a random time, and not at a step.
+/// Stands for a kill after a random time instead of a step.
 const ANY_TIME: &str = "any time";
 
-/// The most kills of one test until the service was killed at each step.
+/// A test that has killed the service so often without meeting each step has failed.
 const MOST_KILLS: u32 = 200;
 
-/// The moment at which the daemon is killed: a delay after a step, or, for [`ANY_TIME`], after the test has chosen the kill.
+/// The moment of a kill: `delay` after a step, or, for [`ANY_TIME`], `delay` after the kill was chosen.
 #[derive(Clone, Debug)]
 struct Kill {
     step: &'static str,
     delay: Duration,
 }
 
-/// An event that the thread that reads the service's log reports to the test.
 enum Heard {
     Step(String),
     Killed,
 }
 
-/// The service as a child process of the test. A thread reads the service's log as it is written, since the test must kill
-/// the service at once when it reaches a step.
+/// The service as a child of the test. A thread reads its log, since a kill at a step must follow at once.
 struct Service {
     child: Child,
     kill: Arc<Mutex<Option<Kill>>>,
@@ -86,8 +84,8 @@ impl Service {
         let (pid, armed) = (child.id(), Arc::clone(&kill));
         let reader = std::thread::spawn(move || {
             read_log(stderr, log, |step| {
-                // The test reaps the service process only after this thread has ended, so no other process can have the PID
-                // of the service when the thread kills it.
+                // The test reaps the service only after this thread has ended. So the PID can't belong to another process when
+                // the thread kills the service.
                 let due = armed.lock().unwrap().take_if(|kill| kill.step == step);
                 if let Some(kill) = due {
                     std::thread::sleep(kill.delay);
@@ -101,7 +99,7 @@ impl Service {
     }
 
     fn arm(&self, kill: Kill) {
-        // Steps that the log's reader has reported before this call do not belong to the next phase of the test.
+        // Steps that were reported before this call belong to an earlier phase.
         while self.heard.try_recv().is_ok() {}
         *self.kill.lock().unwrap() = Some(kill);
     }
@@ -116,7 +114,6 @@ impl Service {
     }
 }
 
-/// Copies the service's log to a file, and calls `step` with each step in the log, until the log ends.
 fn read_log(stderr: ChildStderr, mut log: File, mut step: impl FnMut(&str)) {
     let mut lines = BufReader::new(stderr);
     let mut line = String::new();
@@ -129,34 +126,30 @@ fn read_log(stderr: ChildStderr, mut log: File, mut step: impl FnMut(&str)) {
     }
 }
 
-/// One host of the test, and the facts that the test knows about the host.
 struct Row {
     host: Host,
     random: Random,
-    /// The compute mode of each GPU before the service has started.
+    /// The compute mode of each GPU before the first start of the service.
     modes: Vec<String>,
-    /// The number of control daemons while everything is served.
+    /// The number of control daemons when all slices are served.
     daemons: usize,
-    /// The compute mode that a GPU has while it is served.
     served: &'static str,
-    /// The numbers of the device nodes of the GPUs.
+    /// The numbers of the GPUs' render nodes.
     nodes: &'static [u64],
     slices: u64,
-    /// The number of configurations that the test has written so far.
     reloads: u64,
-    /// The numbers of slices that may be listed at this moment.
+    /// The numbers of listed slices that are right at this moment.
     devices: Vec<usize>,
     service: Option<Service>,
     clients: Vec<Bystander>,
-    /// The control daemons with clients, which must not end.
+    /// Control daemons with clients. They must not end.
     held: Vec<u32>,
-    /// The pipe directories of all control daemons.
     pipes: Vec<PathBuf>,
     kills: BTreeMap<(&'static str, &'static str), u32>,
 }
 
 impl Row {
-    /// Makes a row for a host with this number of control daemons while everything is served.
+    /// `daemons` is the number of control daemons when all slices are served.
     fn new(host: Host, random: Random, daemons: usize, nodes: &'static [u64]) -> Self {
         host.configure("log_level: debug");
         host.plant("mps/start-ms", "40");
@@ -180,7 +173,7 @@ impl Row {
         row.configured()
     }
 
-    /// Changes the row to a topology with a control daemon for each slice, with this number of slices on each GPU.
+    /// Changes the topology to a control daemon for each slice, with `slices` slices on each GPU.
     fn per_slice(self, slices: u64) -> Self {
         self.host.configure("cuda_mps_topology: per_slice");
         let daemons = self.nodes.len() * usize::try_from(slices).unwrap();
@@ -193,13 +186,12 @@ impl Row {
         self
     }
 
-    /// Writes a configuration with another number of slices, or, if each slice has a control daemon, with another thread
+    /// Writes a new configuration. It has another number of slices or, with a control daemon for each slice, another thread
     /// percentage.
     fn configure(&mut self) {
         let before = self.slices;
         let mut percentage = String::new();
         if self.served == "Default" {
-            // The test writes another thread percentage for each reload.
             self.reloads += 1;
             percentage = format!(", thread_percentage: {}", 100 - self.reloads % 90);
         } else {
@@ -215,21 +207,19 @@ impl Row {
         self.host.devices(&entries);
     }
 
-    /// Runs the service from its first start to its last stop, with kills in between.
     fn live(&mut self) {
         self.cold_start();
         self.serve();
         self.stop();
     }
 
-    /// The steps at which the test has not killed the service yet.
     fn not_met(&self) -> Vec<(&'static str, &'static str)> {
         let phases = [("start", &COLD[..]), ("adoption", &WARM), ("reload", &RELOAD), ("stop", &STOP)];
         let all = phases.iter().flat_map(|(phase, steps)| steps.iter().map(|step| (*phase, *step)));
         all.filter(|place| !self.kills.contains_key(place)).collect()
     }
 
-    /// Chooses the next kill in a phase of the service: at the step with the fewest kills so far, or at any time.
+    /// Chooses the next kill in a phase: at a step with the fewest kills so far, or at any time.
     fn pick(&mut self, phase: &'static str, steps: &[&'static str]) -> Kill {
         let count =
             |step: &str| self.kills.iter().find(|(key, _)| **key == (phase, step)).map_or(0, |(_, n)| *n);
@@ -239,8 +229,7 @@ impl Row {
             return Kill { step: ANY_TIME, delay: self.random.millis(300) };
         }
         let at = usize::try_from(self.random.below(rare.len() as u64)).unwrap();
-        // The first kill at a step has no delay: after the last steps of a stop the service ends within a millisecond, so a
-        // delayed kill would come too late.
+        // After the last steps of a stop, the service ends within a millisecond. So the first kill at each step has no delay.
         let delay = if fewest == 0 { Duration::ZERO } else { self.random.millis(6) };
         Kill { step: rare[at], delay }
     }
@@ -250,7 +239,7 @@ impl Row {
         self.service = Some(Service::start(&self.host, kill));
     }
 
-    /// Starts the service on a host without control daemons, and kills it, again and again, until it serves.
+    /// Starts the service on a host without control daemons and kills it during the start, at least once. Then lets it serve.
     fn cold_start(&mut self) {
         for _ in 0..=self.random.below(3) {
             let kill = self.pick("start", &COLD);
@@ -260,7 +249,7 @@ impl Row {
         self.come_up();
     }
 
-    /// Kills the service while it has clients, at its start and at reloads.
+    /// Kills the service several times while it has clients, during reloads and during the next starts.
     fn serve(&mut self) {
         for _ in 0..3 {
             self.meet_clients();
@@ -277,7 +266,7 @@ impl Row {
             if self.random.below(4) == 0 {
                 self.another_client();
             }
-            // Sometimes the next service is killed while it takes the control daemons over, too.
+            // Sometimes the next service is also killed while it takes the control daemons over.
             while self.random.below(3) == 0 {
                 let kill = self.pick("adoption", &WARM);
                 self.start_with(Some(kill.clone()));
@@ -291,7 +280,7 @@ impl Row {
         self.held.clear();
     }
 
-    /// Stops the service and kills it during the stop, again and again, until a stop has succeeded.
+    /// Stops the service and kills it during the stop, at least once. Then lets a stop succeed.
     fn stop(&mut self) {
         for _ in 0..=self.random.below(4) {
             let kill = self.pick("stop", &STOP);
@@ -314,7 +303,7 @@ impl Row {
         }
     }
 
-    /// Waits until the service is dead. Returns false if the service has stopped before the kill.
+    /// Waits until the service is killed. Returns false if the service has stopped before the kill.
     fn meet(&mut self, kill: &Kill, phase: &'static str) -> bool {
         let service = self.service.take().unwrap();
         let deadline = Instant::now() + DEADLINE;
@@ -331,8 +320,7 @@ impl Row {
                 Ok(Heard::Step(_)) => {}
                 Err(RecvTimeoutError::Timeout) => self.look(),
             }
-            // The service became ready without the chosen step, since it had nothing to do at the step. So the test kills the
-            // service now.
+            // The service is ready and had nothing to do at the chosen step. So the test kills it now.
             if ready == self.daemons && kill.step != "ready" && kill.step != ANY_TIME {
                 met = ANY_TIME;
                 std::thread::sleep(kill.delay);
@@ -349,14 +337,14 @@ impl Row {
         assert_eq!(status.signal(), Some(9), "{phase} at {}: {status}", kill.step);
         *self.kills.entry((phase, met)).or_default() += 1;
         if self.random.below(2) == 0 {
-            // A child process of the killed service that has not become a control daemon yet ends, since its pipe from the
-            // service is closed.
+            // A child of the killed service that is not a control daemon yet ends by itself, since its pipe to the service is
+            // closed.
             wait_for("the end of launchers", || launchers(&self.host).is_empty().then_some(()));
         }
         true
     }
 
-    /// Starts clients until at least three clients run.
+    /// Starts clients until at least three run. From now on their control daemons must not end.
     fn meet_clients(&mut self) {
         while self.clients.len() < 3 {
             self.another_client();
@@ -377,12 +365,12 @@ impl Row {
         *self.kills.entry(("serving", ANY_TIME)).or_default() += 1;
     }
 
-    /// Checks what must hold at any moment: no client has failed, the control daemons with clients run, no control daemon
-    /// runs twice, and no slice is missing in the list.
+    /// Checks that no client has failed, that no slice is missing in the list, and that no control daemon runs twice. The
+    /// control daemons with clients must run.
     fn look(&mut self) {
         self.clients.retain_mut(|client| !client.done());
         if self.clients.is_empty() {
-            // No client is left, so control daemons may end from now on.
+            // Without clients, control daemons may end.
             self.held.clear();
         }
         let running = control_daemons(&self.host);
@@ -396,7 +384,6 @@ impl Row {
         }
     }
 
-    /// Starts the service without a kill, and checks that everything is served.
     fn come_up(&mut self) {
         if self.service.is_none() {
             self.start_with(None);
@@ -446,10 +433,11 @@ fn entry(node: u64, slices: u64) -> String {
     format!("path: /dev/dri/renderD{node}, type: NVIDIA_MPS, virtual_number: {slices}")
 }
 
-/// SIGKILL ends the service at each named step of its start, its reloads and its stop at least once, and at random times,
-/// with clients and without: no client is lost, no control daemon is orphaned or started twice, the list of slices is never
-/// incomplete, and in the end every GPU has its compute mode from before. The random histories in the core's tests kill a
-/// simulated service hundreds of thousands of times. This test kills the real service, with real files and processes.
+/// Kills the service at each step at least once, and at random times, with and without clients. No client is lost, no control
+/// daemon is orphaned or started twice, and no list of slices is incomplete. In the end all compute modes are restored.
+///
+/// The core's tests kill a simulated service hundreds of thousands of times. This test kills the real service, with real files
+/// and processes.
 #[test]
 fn killed_at_every_step() {
     let (random, _seed) = Random::seeded("killed_at_every_step");
@@ -461,19 +449,19 @@ fn killed_at_every_step() {
     let _ = writeln!(std::io::stdout(), "{:?}", row.kills);
 }
 
-/// Kills the service at random steps like `killed_at_every_step`, with a control daemon for each GPU.
+/// Like `killed_at_every_step`, but at random steps, and with a control daemon for each GPU.
 #[test]
 fn killed_with_a_control_daemon_for_each_gpu() {
     let (random, _seed) = Random::seeded("killed_with_a_control_daemon_for_each_gpu");
     let host = Host::new("mixed");
     host.configure("cuda_mps_topology: per_gpu");
     host.plant("gpus/1/mig", "Disabled\n");
-    // An administrator has set this compute mode before, and the service must restore it at the end.
+    // An administrator has set this compute mode, and the service must restore it in the end.
     host.plant("gpus/2/compute_mode", "Exclusive_Process\n");
     Row::new(host, random, 3, &[128, 129, 131]).live();
 }
 
-/// Kills the service at random steps like `killed_at_every_step`, with a control daemon for each slice.
+/// Like `killed_at_every_step`, but at random steps, and with a control daemon for each slice.
 #[test]
 fn killed_with_a_control_daemon_for_each_slice() {
     let (random, _seed) = Random::seeded("killed_with_a_control_daemon_for_each_slice");

@@ -1,5 +1,5 @@
-//! The service learns the slice of a client from the directories that the client's container runtime has mounted, and not
-//! from the client's environment.
+//! Tests that the service learns a client's slice from the mounts that a container runtime has made. The client's environment
+//! does not count in a container.
 
 use std::collections::BTreeSet;
 use std::fs;
@@ -14,7 +14,7 @@ use crate::support::host::{Host, start_time, text};
 use crate::support::skip::{root_or_skip, skip};
 use crate::support::wait::wait_for;
 
-/// The slice of the container, the slice that the container claims in its environment, and the slice of another client.
+/// The slice of the container, the slice that its environment claims, and the slice of another client.
 const OWN: &str = "00:06.0-1";
 const CLAIMED: &str = "00:06.0-3";
 const NEIGHBOURS: &str = "00:06.0-2";
@@ -26,7 +26,7 @@ struct Scene {
     neighbour: Client,
 }
 
-/// A program that runs a container, and the PID of the CUDA client in the container.
+/// The first process of a container, and the PID of the CUDA client in the container.
 struct Tenant {
     program: Child,
     pid: u32,
@@ -54,8 +54,7 @@ impl Scene {
         self.host.path("mps/pipe/slices").join(slice.replace(':', "_"))
     }
 
-    /// Runs a script with the directory `mounted` mounted as in a container. In its environment the container has one slice
-    /// and claims another slice.
+    /// Runs a script in a container that has the directory `mounted`. Its environment claims the slice `claim`.
     fn start(&self, mut unshare: Command, mounted: PathBuf, script: &str, claim: Option<&str>) -> Tenant {
         let before: BTreeSet<u32> = pids(&self.host);
         let container = self.host.container_of(OWN);
@@ -107,9 +106,8 @@ fn pids(host: &Host) -> BTreeSet<u32> {
     host.clients().iter().map(|client| client["pid"].as_u64().unwrap().try_into().unwrap()).collect()
 }
 
-/// A false slice name in the environment of a container changes nothing: the list of clients, the end of the GPU work of the
-/// claimed slice or of the container's own slice, and the messages about it are the same. A container without a slice name in
-/// its environment is listed, and its GPU work is ended, in the same way.
+/// A container claims another slice in its environment, or none. The list of clients, `terminate` and all messages still show
+/// the slice of its mount.
 #[test]
 fn a_forged_environment_changes_nothing_in_a_container() {
     if !root_or_skip("a_forged_environment_changes_nothing_in_a_container") {
@@ -138,8 +136,8 @@ fn a_forged_environment_changes_nothing_in_a_container() {
     scene.end();
 }
 
-/// The service runs in its own mount namespace in its systemd unit. Programs in the host's mount namespace are not in a
-/// container although their namespace is not the service's.
+/// The unit gives the service its own mount namespace. The service must not take programs in the host's mount namespace for
+/// programs in a container.
 #[test]
 fn the_services_own_namespace_is_not_the_hosts() {
     if !root_or_skip("the_services_own_namespace_is_not_the_hosts") {
@@ -163,8 +161,8 @@ fn the_services_own_namespace_is_not_the_hosts() {
     scene.end();
 }
 
-/// In a user namespace, any user can mount each directory that the user sees, also in a container of the host, so such a
-/// mount does not prove which slice a process has.
+/// In a user namespace, any user can mount any directory that the user sees. So a mount that was made there does not prove that
+/// the process has the slice.
 #[test]
 fn mounts_of_a_users_own_namespace_prove_nothing() {
     let name = "mounts_of_a_users_own_namespace_prove_nothing";
@@ -180,8 +178,8 @@ fn mounts_of_a_users_own_namespace_prove_nothing() {
     match ContainerGroup::new() {
         Some(container) => {
             container.take(tenant.pid, "init");
-            // The process sees the whole pipe directory, and could have mounted the directory of any slice itself. So the
-            // mount does not prove which slice the process has.
+            // The process also sees the whole pipe directory, and could have mounted any slice's directory itself. So the claim
+            // counts instead of the mount.
             scene.is_known(tenant.pid, Some(CLAIMED), Some("environment"));
             drop(tenant);
         }
@@ -190,9 +188,8 @@ fn mounts_of_a_users_own_namespace_prove_nothing() {
     scene.end();
 }
 
-/// A tenant has the whole pipe directory in a container of the host. The tenant makes a user namespace, mounts the directory
-/// of another tenant's slice in this namespace, and hides all other mounts. The first process of the container does not have
-/// the mount of the other tenant's slice.
+/// In a container with the whole pipe directory, a tenant makes a user namespace, mounts another tenant's slice in it, and
+/// unmounts all else. The container's first process does not have this mount, so the service must not believe it.
 #[test]
 fn a_mount_that_the_first_process_does_not_have_proves_nothing() {
     let name = "a_mount_that_the_first_process_does_not_have_proves_nothing";
@@ -204,8 +201,8 @@ fn a_mount_that_the_first_process_does_not_have_proves_nothing() {
     let mut first = Command::new("sleep");
     let mut first = Client::start(first.arg("600"));
     container.take(first.id(), "init");
-    // The container's other processes must start in a later clock tick than its first process: the service takes the process
-    // with the earliest start time for the first one, and among processes of one tick the one with the lowest PID.
+    // The service takes the oldest process of a container for its first process. Start times have a resolution of a clock tick,
+    // so the next process must start in a later tick.
     let clock = start_time(first.id());
     wait_for("another tick", || {
         let mut probe = Client::start(Command::new("sleep").arg("600"));
@@ -224,8 +221,8 @@ fn a_mount_that_the_first_process_does_not_have_proves_nothing() {
     let mounts = fs::read_to_string(format!("/proc/{}/mountinfo", tenant.id())).unwrap();
     assert!(mounts.contains("slices/") && !mounts.contains(" / / "), "then this proves nothing: {mounts}");
     scene.is_known(tenant.id(), Some(CLAIMED), Some("environment"));
-    // After the container's first process has ended, the tenant's process is the first process of the container. So the
-    // service takes its mount for one of the container runtime.
+    // Without the first process, the tenant's process is the oldest of the container. So the service takes its mount for one of
+    // the container runtime.
     let _ = first.kill();
     let _ = first.wait();
     scene.is_known(tenant.id(), Some(NEIGHBOURS), Some("mount"));
@@ -233,8 +230,8 @@ fn a_mount_that_the_first_process_does_not_have_proves_nothing() {
     scene.end();
 }
 
-/// After a reload that changes the pipe directory, a container still has the mounts of the former pipe directory, whose
-/// control daemon still runs.
+/// A reload changes the pipe directory. A running container still has its mount of the former pipe directory, where its control
+/// daemon still listens.
 #[test]
 fn a_container_keeps_its_slice_when_the_pipe_directory_changes() {
     if !root_or_skip("a_container_keeps_its_slice_when_the_pipe_directory_changes") {
@@ -259,8 +256,7 @@ fn a_container_keeps_its_slice_when_the_pipe_directory_changes() {
     scene.end();
 }
 
-/// A program that has called chroot sees fewer mounts. The parent of the program, a shell in the same container, sees all
-/// mounts of the container.
+/// A program that has called chroot may see no mount of a slice. Its parent, a shell in the same container, still does.
 #[test]
 fn a_program_that_calls_chroot_is_known_by_its_parent() {
     if !root_or_skip("a_program_that_calls_chroot_is_known_by_its_parent") {
@@ -288,8 +284,7 @@ fn a_program_that_calls_chroot_is_known_by_its_parent() {
     scene.end();
 }
 
-/// If a host agent mounts the whole pipe directory into a container, the mount does not tell which slice the container has,
-/// so the slice in the environment counts.
+/// A mount of the whole pipe directory does not tell the slice of a container. So the claim in its environment counts.
 #[test]
 fn with_the_whole_pipe_directory_the_environment_counts() {
     if !root_or_skip("with_the_whole_pipe_directory_the_environment_counts") {
@@ -306,8 +301,7 @@ fn with_the_whole_pipe_directory_the_environment_counts() {
     scene.end();
 }
 
-/// A shell script that makes a sandbox without the host's root directory: the sandbox has only the host's programs and this
-/// directory of the host.
+/// A script that calls chroot into a directory with only the host's programs and the directory `directory`.
 fn jail(directory: &str) -> String {
     format!(
         "set -e\n\
@@ -322,7 +316,7 @@ fn jail(directory: &str) -> String {
     )
 }
 
-/// Starts a program that the simulated driver lists on a GPU, as if the program had connected before it called chroot.
+/// Starts a program and adds it to the simulated driver's list of processes, as if it had used the GPU before its chroot.
 fn on_a_gpu(host: &Host, mut program: Command) -> Client {
     let program = Client::start(&mut program);
     let pid = program.id();
@@ -342,7 +336,8 @@ fn in_jail(directory: &Path) -> Command {
     command
 }
 
-/// The user of a process and the directories that the process sees decide which commands a control daemon accepts from it.
+/// A control daemon accepts commands by the user of a process and by the directories that the process sees. `may_command` and
+/// doctor show the result.
 #[test]
 fn who_can_command_is_said() {
     if !root_or_skip("who_can_command_is_said") {
@@ -382,13 +377,12 @@ fn who_can_command_is_said() {
         let who = format!("{} (", program.id());
         assert!(commands.clone().all(|one| one["found"].as_str().unwrap().contains(&who)), "{found:#}");
     }
-    // On the host, root can command every control daemon anyway.
+    // On the host, root can command every control daemon.
     assert_eq!(host.listed(scene.neighbour.id()).unwrap()["may_command"], "all");
     scene.end();
 }
 
-/// If a process does not see a directory of the service, the service does not know how the process reached the GPU, and
-/// ignores the slice that the process claims in its environment.
+/// A process that sees no directory of the service has come to the GPU in an unknown way. So its claim does not count.
 #[test]
 fn a_claim_from_elsewhere_counts_for_nothing() {
     if !root_or_skip("a_claim_from_elsewhere_counts_for_nothing") {

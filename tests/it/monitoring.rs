@@ -1,5 +1,5 @@
-//! Prometheus' own programs check the files for monitoring: the metrics for `node_exporter`, the alerts, the dashboard, and
-//! the systemd units that write the metrics.
+//! Checks the files for monitoring with Prometheus' own programs: the metrics for `node_exporter`, the alerts, the dashboard,
+//! and the systemd units that write the metrics.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
@@ -24,7 +24,7 @@ fn read(path: &str) -> String {
     fs::read_to_string(source(path)).unwrap_or_else(|error| panic!("{path}: {error}"))
 }
 
-/// Runs a program with this input, and returns if the program has succeeded, and its output.
+/// Runs a program with `input` on stdin. Returns true if the program has succeeded, and its output.
 fn judged(command: &mut Command, input: &str) -> (bool, String) {
     command.stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::piped());
     let child = command.spawn();
@@ -34,13 +34,13 @@ fn judged(command: &mut Command, input: &str) -> (bool, String) {
     (output.status.success(), text(&output))
 }
 
-/// The remarks of Prometheus' program promtool about a text of metrics.
+/// Returns what promtool, a program of Prometheus, says about a text of metrics.
 fn remarks(metrics: &str) -> String {
     let (accepted, said) = judged(Command::new(fetched("promtool")).args(["check", "metrics"]), metrics);
     if accepted { said } else { format!("refused: {said}") }
 }
 
-/// The paths and texts of the recorded metrics files with this name, of each board with healthy GPUs and with a lost GPU.
+/// Returns the recorded files with this name, with their paths. Each board has one with healthy GPUs and one with a lost GPU.
 fn recorded(file: &str) -> Vec<(PathBuf, String)> {
     let outputs = fs::read_dir(source("tests/golden")).unwrap().map(|entry| entry.unwrap().path());
     let boards = outputs.filter(|path| !path.ends_with("help"));
@@ -51,7 +51,8 @@ fn recorded(file: &str) -> Vec<(PathBuf, String)> {
     files.into_iter().map(|file| (file.clone(), fs::read_to_string(file).unwrap())).collect()
 }
 
-/// The samples that an independent parser of Prometheus' older text format reads, each with its value and its type.
+/// Returns the samples that a parser of another project reads from Prometheus' older text format, each with its value and its
+/// type.
 fn parsed_as_the_older_format(exposition: &str) -> BTreeMap<String, (f64, String)> {
     let program = r#"
 import json, sys
@@ -78,7 +79,7 @@ fn promtool_has_no_remark_about_the_metrics() {
             let expected = if sample.contains("_total{") { "counter" } else { "gauge" };
             assert_eq!(kind, expected, "{sample} of {}", file.display());
         }
-        // The metrics in the older and in the newer format have the same samples, except for the samples about clients.
+        // The older and the newer format have the same samples, except for those about single clients.
         let of_clients = ["yunion_mps_client_memory_used_bytes{", "yunion_mps_clients_left_out{"];
         let mut older: BTreeMap<String, f64> =
             typed.into_iter().map(|(sample, (value, _))| (sample, value)).collect();
@@ -88,7 +89,7 @@ fn promtool_has_no_remark_about_the_metrics() {
     }
 }
 
-/// promtool does have remarks about wrong metrics.
+/// The check finds wrong metrics: promtool complains about the names in the newer format.
 #[test]
 fn promtool_has_remarks_about_wrong_metrics() {
     for (_, newer) in recorded("metrics.txt") {
@@ -107,7 +108,6 @@ fn the_metrics_of_a_service_that_is_down_are_metrics_too() {
     assert_eq!(parsed_as_the_older_format(&down).into_keys().collect::<Vec<_>>(), ["yunion_mps_up{}"]);
 }
 
-/// The names of all metrics in the recorded outputs of `yunion-mpsctl metrics`.
 fn metrics() -> BTreeSet<String> {
     let mut names = BTreeSet::new();
     for (_, metrics) in recorded("metrics-prometheus.txt") {
@@ -117,7 +117,7 @@ fn metrics() -> BTreeSet<String> {
     names
 }
 
-/// Fails unless every metric of this service that a text names is in the recorded outputs.
+/// Fails if the text names a metric that no recorded output has.
 fn assert_known(text: &str) {
     let known = metrics();
     let named = Regex::new("yunion_mps_[a-z_]+").unwrap();
@@ -140,7 +140,8 @@ fn the_alerts_fire_and_stay_silent_as_they_should() {
     assert_known(&read("docs/alerts.yml"));
 }
 
-/// Each alert has a test case in which the alert fires and one in which it does not, and the text of the alert has a command.
+/// The test cases of each alert must have a case in which it fires and a case in which it does not. Its text must name a
+/// command.
 #[test]
 fn every_alert_has_both_cases_and_a_command() {
     let rules = read("docs/alerts.yml");
@@ -167,7 +168,7 @@ fn dashboard() -> Value {
     serde_json::from_str(&read("docs/grafana.json")).unwrap()
 }
 
-/// The query of each panel of the Grafana dashboard, with values for Grafana's variables.
+/// Returns the queries of the dashboard's panels. Values replace Grafana's variables.
 fn queries(dashboard: &Value) -> Vec<String> {
     let panels = dashboard["panels"].as_array().unwrap();
     let targets = panels.iter().flat_map(|panel| panel["targets"].as_array().into_iter().flatten());
@@ -179,7 +180,7 @@ fn queries(dashboard: &Value) -> Vec<String> {
     targets.map(query).collect()
 }
 
-/// The samples of a recorded metrics file as the input of promtool's rule tests, with the labels that Prometheus adds.
+/// Returns the samples of a recorded file in the form of promtool's rule tests, with the labels that Prometheus adds.
 fn input_series(file: &str, instance: &str) -> Vec<Value> {
     let metrics = read(file);
     let samples = metrics.lines().filter(|line| !line.starts_with('#'));
@@ -193,14 +194,14 @@ fn input_series(file: &str, instance: &str) -> Vec<Value> {
     samples.map(series).collect()
 }
 
-/// With the metrics of two hosts, one of them with a lost GPU, Prometheus evaluates each query of the dashboard without an
-/// error and with a result.
+/// Prometheus evaluates each query of the dashboard on the metrics of two hosts, one with a lost GPU. Each query must have a
+/// result.
 #[test]
 fn prometheus_answers_every_query_of_the_dashboard() {
     let dashboard = dashboard();
     let mut queries = queries(&dashboard);
     assert!(queries.len() > 20, "{queries:?}");
-    // The queries of the dashboard's variables have the form `label_values(METRIC, LABEL)`.
+    // A variable of the dashboard has a query of the form `label_values(METRIC, LABEL)`.
     for variable in dashboard["templating"]["list"].as_array().unwrap() {
         if let Some(query) = variable["query"]["query"].as_str() {
             let (metric, label) = query
@@ -218,12 +219,11 @@ fn prometheus_answers_every_query_of_the_dashboard() {
         assert_known(query);
         assert!(!query.contains('$'), "a variable without a value: {query}");
         rules.push(serde_json::json!({"record": format!("dashboard:query{number}"), "expr": query}));
-        // The dashboard's queries that end with `> 0` have no result if nothing is wrong.
+        // Without a fault, a query that ends with `> 0` has no result.
         if !query.ends_with(" > 0") {
             expected.push(serde_json::json!({"labels": format!("dashboard:query{number}"), "value": 1}));
         }
     }
-    // JSON is also YAML, so the test writes the rules for promtool as JSON.
     let rules = serde_json::json!({"groups": [{"name": "dashboard", "rules": rules}]});
     let series = [
         input_series("tests/golden/mixed/metrics-prometheus.txt", "gpu1"),
@@ -248,8 +248,8 @@ fn prometheus_answers_every_query_of_the_dashboard() {
     promtool(&["test", "rules", "test.yml"], directory.path());
 }
 
-/// The dashboard also shows the clients and the memory of whole GPUs: a full GPU must not look empty because its clients have
-/// no slice, and a slice must not look small because another slice is larger.
+/// The dashboard shows the clients and the memory of whole GPUs beside those of slices, since clients without a slice count for
+/// the GPU only. It shows each limit too, since slices may differ in size.
 #[test]
 fn the_dashboard_shows_all_that_is_taken_and_left() {
     let queries = queries(&dashboard());
@@ -265,8 +265,8 @@ fn the_dashboard_shows_all_that_is_taken_and_left() {
     alone("device_memory_limit_bytes");
 }
 
-/// No two panels overlap or have the same id: Grafana draws overlapping panels over each other, and mixes up panels with one
-/// id, without an error.
+/// Grafana reports no error for two panels that overlap or have the same id. It draws one panel over the other, or confuses
+/// them.
 #[test]
 fn the_dashboard_is_well_formed() {
     let dashboard = dashboard();
@@ -299,7 +299,7 @@ fn the_dashboard_is_well_formed() {
     assert_eq!((&variables[0]["type"], &variables[0]["query"]), (&"datasource".into(), &"prometheus".into()));
 }
 
-/// The query in docs/metrics.md that joins the service's container ids with the container names of cAdvisor finds the
+/// The query in docs/metrics.md joins container ids of the service with container names of cAdvisor. It must find the
 /// container.
 #[test]
 fn the_documented_join_with_cadvisor_finds_the_container() {
@@ -330,7 +330,7 @@ fn the_documented_join_with_cadvisor_finds_the_container() {
     promtool(&["test", "rules", "test.yml"], directory.path());
 }
 
-/// The command of yunion-mps-metrics.service, with the variables `DIRECTORY` and `OPTIONS` replaced as systemd does.
+/// Returns the arguments of yunion-mpsctl in yunion-mps-metrics.service, with its variables replaced as systemd does.
 fn unit_command(directory: &Path, options: &str) -> Vec<String> {
     let unit = read("systemd/yunion-mps-metrics.service");
     let start = unit.lines().find_map(|line| line.strip_prefix("ExecStart=/usr/bin/yunion-mpsctl ")).unwrap();
@@ -338,7 +338,7 @@ fn unit_command(directory: &Path, options: &str) -> Vec<String> {
     command.split_ascii_whitespace().map(str::to_owned).collect()
 }
 
-/// The metrics file gets its final name only when it is complete, and all users can read it.
+/// The metrics file gets its name only when it is complete, and all users can read it.
 #[test]
 fn the_textfile_is_written_as_a_whole() {
     let mut host = Host::serving("h200");
@@ -365,21 +365,20 @@ fn the_textfile_is_written_as_a_whole() {
     assert!(run(&host, "").status.success());
     let down = prom();
     assert_eq!(parsed_as_the_older_format(&down)["yunion_mps_up{}"].0, 0.0);
-    // If the command can't collect metrics, the file with the last metrics stays.
+    // If the command can't collect metrics, the last file stays.
     host.stop_bus();
     assert_eq!(run(&host, "").status.code(), Some(1));
     assert_eq!((names(), prom()), (vec!["yunion-mps.prom".to_owned()], down));
 }
 
-/// If the service ends while `yunion-mpsctl metrics` collects the metrics, the metrics say that the service does not run.
+/// The service ends while `yunion-mpsctl metrics` waits for its answer. The metrics then say that the service does not run.
 #[test]
 fn a_service_that_ends_while_it_is_asked_is_down() {
     let mut host = Host::serving("h200");
     host.signal(Signal::STOP);
     let mut command = host.command(binaries().join("yunion-mpsctl"));
     let asking = command.arg("metrics").stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
-    // `yunion-mpsctl metrics` sleeps (process state S) while it waits for an answer of the service, which SIGSTOP has
-    // stopped.
+    // `yunion-mpsctl metrics` waits in state S for the stopped service.
     wait_for("its question", || (process_state(asking.id()) == Some('S')).then_some(()));
     host.signal(Signal::KILL);
     host.ended();
@@ -400,8 +399,8 @@ fn a_textfile_that_cannot_be_written_is_named() {
     );
 }
 
-/// systemd has no complaint about the service unit and the timer unit of the metrics, and its exposure level for the service
-/// is the documented one.
+/// systemd has no complaint about the units that write the metrics. The documentation names the service's exposure level as
+/// systemd computes it.
 #[test]
 fn the_units_for_the_textfile_are_well_formed_and_closed() {
     let directory = tempfile::tempdir().unwrap();
@@ -414,7 +413,6 @@ fn the_units_for_the_textfile_are_well_formed_and_closed() {
     let mut verify = Command::new("systemd-analyze");
     verify.args(["verify", "--man=no", "yunion-mps-metrics.service", "yunion-mps-metrics.timer"]);
     let (_, said) = judged(verify.current_dir(&directory), "");
-    // Complaints of systemd about other units of the machine do not count.
     let complaints: Vec<&str> = said.lines().filter(|line| line.contains("yunion-mps-metrics")).collect();
     assert_eq!(complaints, [""; 0]);
 
@@ -427,7 +425,6 @@ fn the_units_for_the_textfile_are_well_formed_and_closed() {
     let documentation = read("docs/metrics.md");
     let documented = documentation.split_once("exposure ").unwrap().1.split(')').next().unwrap();
     let documented: f32 = documented.parse().unwrap();
-    // Versions of systemd compute slightly different exposure levels.
     assert!(
         (documented - exposure).abs() < 0.25,
         "docs/metrics.md says {documented}, systemd-analyze {exposure}"

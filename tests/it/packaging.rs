@@ -1,4 +1,4 @@
-//! Tests of the installed files: the list of files, the manual pages, the completions and the documents.
+//! Tests of the installed files, the manual pages, the completions and the documents.
 
 use std::fs;
 use std::os::unix::fs::PermissionsExt;
@@ -10,7 +10,6 @@ use tempfile::TempDir;
 const UNITS: [&str; 3] =
     ["yunion-mps-daemon.service", "yunion-mps-metrics.service", "yunion-mps-metrics.timer"];
 
-/// The directory in which cargo has built the programs of the repository.
 fn programs() -> &'static Path {
     Path::new(env!("CARGO_BIN_EXE_yunion-mps-daemon")).parent().unwrap()
 }
@@ -23,7 +22,6 @@ fn run(command: &mut Command) -> Output {
     command.output().unwrap_or_else(|error| panic!("{command:?}: {error}; scripts/deps.sh installs it"))
 }
 
-/// Runs a command that must succeed without output on stderr, and returns its standard output.
 fn printed(command: &mut Command) -> String {
     let output = run(command);
     let complaints = String::from_utf8_lossy(&output.stderr);
@@ -31,7 +29,7 @@ fn printed(command: &mut Command) -> String {
     String::from_utf8(output.stdout).unwrap()
 }
 
-/// Makes the manual pages and completions, with the recorded outputs of the subcommands in `golden`.
+/// Makes the manual pages and completions. `golden` has the recorded outputs that the manual pages show.
 fn pages(golden: &Path) -> TempDir {
     let directory = tempfile::tempdir().unwrap();
     let program = programs().join("yunion-mps-pages");
@@ -44,17 +42,17 @@ fn pages_as_shipped() -> TempDir {
     pages(&source("tests/golden/tesla-p40"))
 }
 
-/// Runs install.sh, and returns the sorted paths of the installed files, each with its mode.
 fn installed(prefix: Option<&str>, root: &Path) -> Vec<String> {
     installed_by(&mut Command::new(source("packaging/install.sh")), prefix, root)
 }
 
-/// Runs this installing command, and returns the sorted paths of the installed files, each with its mode.
+/// Runs an installation command, and returns the sorted paths of the installed files, each with its mode.
 fn installed_by(install: &mut Command, prefix: Option<&str>, root: &Path) -> Vec<String> {
     let pages = pages_as_shipped();
     fs::write(pages.path().join("copyright"), "").unwrap();
     install.env("DESTDIR", root).env("BIN", programs()).env("PAGES", pages.path());
-    // Oh My Zsh exports `ZSH` as the directory of its own files, into which install.sh must install nothing.
+    // Oh My Zsh exports `ZSH` with the directory of its own files. install.sh must not take this variable for the directory of
+    // completions.
     install.env("ZSH", root.join("home/.oh-my-zsh")).env_remove("ZSH_COMPLETIONS");
     match prefix {
         Some(prefix) => install.env("PREFIX", prefix),
@@ -67,7 +65,7 @@ fn installed_by(install: &mut Command, prefix: Option<&str>, root: &Path) -> Vec
     files
 }
 
-/// The prefix may have characters with a meaning in a replacement of sed, which writes the prefix into the units.
+/// sed writes the prefix into the units. The prefix may contain characters that have a meaning in sed.
 #[test]
 fn a_prefix_may_have_any_characters() {
     let root = tempfile::tempdir().unwrap();
@@ -78,7 +76,7 @@ fn a_prefix_may_have_any_characters() {
     assert!(unit.contains(&format!("ExecStart={prefix}/bin/yunion-mps-daemon")), "{unit}");
 }
 
-/// The files of the service's package except for docs, with their modes.
+/// The files of the service's package without those in docs, with their modes.
 const INSTALLED: [&str; 43] = [
     "-rw-r--r-- /usr/lib/systemd/catalog/yunion-mps-daemon.catalog",
     "-rw-r--r-- /usr/lib/systemd/catalog/yunion-mps-daemon.zh_CN.catalog",
@@ -134,14 +132,14 @@ fn exactly_these_files_are_installed() {
     let mut expected: Vec<String> = INSTALLED.into_iter().map(str::to_owned).chain(documents).collect();
     expected.sort();
     assert_eq!(installed(None, root.path()), expected);
-    // The files that the systemd units name as documentation are installed.
+    // The files and manual pages in the units' `Documentation=` are installed.
     let unit: String =
         UNITS.iter().map(|unit| fs::read_to_string(source("systemd").join(unit)).unwrap()).collect();
     let named =
         |key| unit.lines().filter_map(move |line| line.strip_prefix(key)).flat_map(str::split_whitespace);
     let documents: Vec<&str> = named("Documentation=").collect();
     let file = |document: &str| Some(document.strip_prefix("file:")?.to_owned());
-    // The form is `man:NAME(SECTION)`.
+    // A manual page has the form `man:NAME(SECTION)`.
     let page = |document: &str| {
         let (name, section) = document.strip_prefix("man:")?.strip_suffix(')')?.split_once('(')?;
         Some(format!("/usr/share/man/man{section}/{name}.{section}"))
@@ -157,7 +155,6 @@ fn exactly_these_files_are_installed() {
     }
 }
 
-/// The files of the device plugin's package, with their modes.
 fn of_device_plugin(prefix: &str) -> [String; 5] {
     [
         format!("-rw-r--r-- {prefix}/lib/systemd/system/yunion-mps-device-plugin.service"),
@@ -168,7 +165,6 @@ fn of_device_plugin(prefix: &str) -> [String; 5] {
     ]
 }
 
-/// The script install-device-plugin.sh installs exactly the expected files, with any prefix.
 #[test]
 fn exactly_these_files_of_the_device_plugin_are_installed() {
     for prefix in ["/usr", "/opt/mps"] {
@@ -182,7 +178,6 @@ fn exactly_these_files_of_the_device_plugin_are_installed() {
     }
 }
 
-/// `make install` installs the files of the service's package and of the device plugin's package.
 #[test]
 fn make_install_has_the_service_and_the_device_plugin() {
     for prefix in [None, Some("/opt/mps")] {
@@ -192,19 +187,19 @@ fn make_install_has_the_service_and_the_device_plugin() {
         expected.sort();
         let mut make = Command::new("make");
         make.args(["--silent", "--no-print-directory", "install"]).current_dir(source("."));
-        // If `make` has started the tests, these variables of it would change how the `make` of this test runs.
+        // If `make` has started the tests, these variables would change what the `make` of this test does.
         make.env_remove("MAKEFLAGS").env_remove("MAKELEVEL");
         assert_eq!(installed_by(&mut make, prefix, both.path()), expected);
     }
 }
 
-/// The index docs/README.md names every file in docs, and the links of every document lead to existing files.
+/// docs/README.md lists every file in docs, and every link in a document leads to a file that exists.
 #[test]
 fn the_index_has_every_document_and_links_lead_somewhere() {
     let index = fs::read_to_string(source("docs/README.md")).unwrap();
     for entry in fs::read_dir(source("docs")).unwrap() {
         let name = entry.unwrap().file_name().into_string().unwrap();
-        // The index need not name pictures, which belong to a page, nor test cases of alert rules, which belong to the rules.
+        // docs/README.md need not list pictures, which belong to a page, and tests of alert rules, which belong to the rules.
         let is_part = [".svg", ".test."].iter().any(|part| name.contains(part));
         assert!(is_part || name == "README.md" || index.contains(&format!("]({name})")), "{name}");
     }
@@ -235,7 +230,7 @@ fn no_page_is_too_long_to_read() {
     }
 }
 
-/// The first 40 lines of the README show a new reader the use of the service, its installation and its slices.
+/// The first 40 lines of the README must show the use of the service, its installation and its slices.
 #[test]
 fn the_readme_begins_with_a_picture_the_installation_and_a_screen() {
     for readme in ["README.md", "README.zh-CN.md"] {
@@ -255,28 +250,28 @@ fn the_performance_page_is_what_the_figures_make_of_it() {
     printed(Command::new("python3").arg(source("benches/gpu/pictures.py")).arg("--check"));
 }
 
-/// The copyright file is the same each time: otherwise two packages that are built from one commit would differ.
+/// Two packages from one commit must be identical. So copyright.py must write the same file each time.
 #[test]
 fn the_copyright_file_is_the_same_each_time() {
     let with_seed = |seed: u32| {
         let mut copyright = Command::new(source("packaging/copyright.py"));
         let output = run(copyright.env("PYTHONHASHSEED", seed.to_string()));
-        // Output on stderr is no failure here: cargo reports there if it waits for another cargo.
+        // cargo writes to stderr when it waits for another cargo. So output on stderr is no failure here.
         let complaints = String::from_utf8_lossy(&output.stderr);
         assert!(output.status.success(), "{complaints}");
         String::from_utf8(output.stdout).unwrap()
     };
     let first = with_seed(0);
     assert!(first.contains("\nLicense: crates-1\n"), "{first}");
-    // If copyright.py did not sort, the order of two versions of one crate would differ for every second seed of Python's
-    // hashes.
+    // Without a sort in copyright.py, the order of two versions of a crate would depend on the seed of Python's hashes. About
+    // half of the seeds would give another order.
     for seed in 1..6 {
         assert_eq!(with_seed(seed), first, "seed {seed}");
     }
 }
 
-/// A program that nohup or `&` starts ignores some signals, and so do its children. So `make test` restores these signals:
-/// otherwise a test that sends them to its children would fail.
+/// A program that nohup or `&` has started ignores some signals, and its children inherit this. Tests send these signals to
+/// children, so `make test` restores the signals' default actions.
 #[test]
 fn the_tests_ignore_no_signal_whoever_starts_them() {
     let directory = tempfile::tempdir().unwrap();
@@ -317,7 +312,7 @@ fn subcommands() -> Vec<String> {
     mpsctl::command().get_subcommands().map(|command| command.get_name().to_owned()).collect()
 }
 
-/// The words that bash offers for the last word of a line, as if a user pressed the tabulator key after the word.
+/// Returns the words that bash offers for the last word of a command line.
 fn completed(script: &Path, line: &str) -> Vec<String> {
     let asked = r#"source "$1"; program="$2"; shift; COMP_WORDS=("$@"); COMP_CWORD=$(($# - 1))
         function="$(complete -p "$program" | grep -o ' -F [^ ]*' | cut -c 5-)"
@@ -328,7 +323,7 @@ fn completed(script: &Path, line: &str) -> Vec<String> {
     printed(&mut bash).lines().map(str::to_owned).collect()
 }
 
-/// yunion-mpsctl is in completion.rs.
+/// The tests of yunion-mpsctl's completion are in completion.rs.
 #[test]
 fn bash_completes_the_options_of_the_service() {
     let script = pages_as_shipped();
@@ -336,7 +331,7 @@ fn bash_completes_the_options_of_the_service() {
     assert_eq!(completed(&script, "yunion-mps-daemon --ch"), ["--check"]);
 }
 
-/// The text of a manual page on a very wide terminal. Warnings are complaints.
+/// Returns the text of a manual page on a very wide terminal. Fails on a warning of groff.
 fn shown(page: &Path) -> String {
     printed(Command::new("groff").args(["-ww", "-mandoc", "-Tascii", "-P-cbou", "-rLL=2000n"]).arg(page))
 }
@@ -356,11 +351,11 @@ fn the_manual_pages_are_well_formed() {
     }
 }
 
-/// The Chinese manual pages must fit a terminal with and without groff's rules for Chinese, which groff uses only in a
-/// Chinese locale.
+/// groff uses its rules for Chinese only in a Chinese locale. The Chinese manual pages must fit the width of a terminal with
+/// and without these rules.
 #[test]
 fn the_manual_pages_in_chinese_fit_a_terminal() {
-    // A Chinese character is two columns wide on a terminal.
+    // A Chinese character takes two columns of a terminal.
     let width =
         |line: &str| line.chars().map(|letter| if letter < '\u{2e80}' { 1 } else { 2 }).sum::<usize>();
     let pages = fs::read_dir(source("packaging/man/zh_CN")).unwrap().map(|entry| entry.unwrap().path());
@@ -384,7 +379,6 @@ fn the_manual_pages_in_chinese_fit_a_terminal() {
     }
 }
 
-/// The tools that check the manual pages do complain about a wrong manual page.
 #[test]
 fn a_wrong_manual_page_is_complained_about() {
     let directory = tempfile::tempdir().unwrap();
@@ -412,8 +406,7 @@ fn the_manual_has_every_subcommand_and_what_it_prints() {
     }
 }
 
-/// The manual page's section about each subcommand shows recorded output of the subcommand, and has no heading that the page
-/// itself uses.
+/// The manual page shows recorded output for each subcommand. No line of this output may be a heading of the page too.
 #[test]
 fn every_subcommand_has_an_example_of_its_output() {
     let text = shown(&pages_as_shipped().path().join("yunion-mpsctl.1"));

@@ -1,5 +1,5 @@
-//! Pods on a node. Pods with a real containerd: the simulated kubelet asks the device plugin for the settings of a container,
-//! and gives the settings to containerd. The program in the container is a client of the slice that the kubelet has chosen.
+//! Tests of pods on a node with a real containerd. The simulated kubelet asks the device plugin for the settings of a container
+//! and passes them to containerd. The program in the container is then a client of the slice that the kubelet has chosen.
 
 use std::collections::BTreeMap;
 use std::fs;
@@ -22,13 +22,13 @@ use crate::support::node::{FakeKubelet, Plugin, QUARTER, SOURCES, messages, node
 use crate::support::skip::{root_or_skip, skip};
 use crate::support::wait::wait_for;
 
-/// A containerd in its own mount namespace, in which the simulated host's bus is the system bus.
+/// A containerd in its own mount namespace, where the simulated host's bus is the system bus.
 struct Containerd {
     folder: PathBuf,
-    /// A process that keeps the mount namespace of containerd as long as the test runs.
+    /// A process that keeps the mount namespace alive until the test ends.
     mounts: Client,
     process: Client,
-    /// The control group of all pods, inside a control group of this test.
+    /// The control group of all pods, which is inside a control group of this test.
     parent: String,
 }
 
@@ -54,7 +54,7 @@ impl Containerd {
         let wrapper = folder.join("yunion-mps-runc");
         symlink(binaries().join("yunion-mpsctl"), &wrapper).unwrap();
         let runtime = stops_page().replace("/usr/bin/yunion-mps-runc", wrapper.to_str().unwrap());
-        // yunion-mps-runc is containerd's default runtime, and is also the runtime of a RuntimeClass.
+        // containerd can use yunion-mps-runc in two ways: as its default runtime, and by the name in a RuntimeClass.
         let by_name = runtime.replace(".runtimes.runc", ".runtimes.yunion-mps");
         fs::write(folder.join("config.toml"), format!("{config}{runtime}{by_name}")).unwrap();
         let bus = host.bus_address();
@@ -93,22 +93,21 @@ impl Containerd {
         Client::start(&mut command)
     }
 
-    /// Kills containerd and starts it again.
     fn restart(&mut self, host: &Host) {
         signal_pid(self.process.id(), Signal::KILL);
         self.process.wait().unwrap();
         self.process = Self::again(host, &self.folder, &self.mounts);
     }
 
-    /// Removes the control group of a pod whose containers have ended, like a kubelet. The container runtime removes the
-    /// control groups of containers.
+    /// Removes the control group of a pod whose containers have ended, as a kubelet does. containerd removes the control groups
+    /// of containers.
     fn remove_group(&self, pod: &str) {
         for group in self.groups().iter().map(|group| group.join(pod)).filter(|group| group.is_dir()) {
             fs::remove_dir(&group).unwrap_or_else(|error| panic!("{}: {error}", group.display()));
         }
     }
 
-    /// The directories of the control group of all pods, one in every hierarchy of control groups.
+    /// Returns the directory of the control group of all pods in each mounted hierarchy.
     fn groups(&self) -> Vec<PathBuf> {
         let mounts = fs::read_dir("/sys/fs/cgroup").unwrap().map(|entry| entry.unwrap().path());
         let mounts = mounts.chain([PathBuf::from("/sys/fs/cgroup")]);
@@ -117,8 +116,8 @@ impl Containerd {
     }
 }
 
-/// The configuration lines for containerd in docs/stops.md, which name a runtime that ends GPU work before it signals a
-/// container.
+/// Returns the configuration for containerd from docs/stops.md. It makes containerd use a runtime that ends GPU work before it
+/// signals a container.
 fn stops_page() -> String {
     let page = fs::read_to_string(Path::new(env!("CARGO_MANIFEST_DIR")).join("docs/stops.md")).unwrap();
     let lines = page.lines().skip_while(|line| !line.starts_with("    [plugins."));
@@ -126,7 +125,7 @@ fn stops_page() -> String {
     lines.map(|line| format!("{line}\n")).collect()
 }
 
-/// A command in the mount namespace of the process `mounts`, with containerd's own programs in PATH.
+/// Makes a command that runs `program` in the mount namespace of the process `mounts`, with containerd's programs in `PATH`.
 fn inside(host: &Host, mounts: &Client, program: &Path) -> Command {
     let mut command = host.command("nsenter");
     let path = std::env::var("PATH").unwrap_or_default();
@@ -154,8 +153,8 @@ impl Drop for Containerd {
             let _ = Command::new("kill").arg("-9").arg(shim.to_string()).status();
         }
         for group in self.groups().iter().filter_map(|group| group.parent()) {
-            // The script kills processes in control groups at any depth, since containerd makes the control group of a
-            // container inside that of its pod.
+            // containerd makes the control group of a container inside that of its pod. So the script kills processes in
+            // control groups at any depth.
             let kill = "for try in $(seq 100); do
                             for procs in $(find \"$0\" -name cgroup.procs); do kill -9 $(cat $procs); done
                             find \"$0\" -depth -type d -exec rmdir {} \\;
@@ -167,13 +166,13 @@ impl Drop for Containerd {
     }
 }
 
-/// A program that calls the container runtime as a kubelet does.
+/// A program that sends a kubelet's calls to containerd.
 struct Runtime {
     process: Client,
     answers: BufReader<ChildStdout>,
 }
 
-/// A running pod, with the slices that the kubelet has chosen for the pod.
+/// A running pod, with the slices that the kubelet has chosen.
 #[derive(Debug, Clone)]
 struct Pod {
     name: String,
@@ -199,8 +198,7 @@ impl Runtime {
         serde_json::from_str(&line).unwrap_or_else(|error| panic!("{call}: {error}"))
     }
 
-    /// Starts a pod whose container runs a program of the simulated host. The error is the reason why the pod has not
-    /// started.
+    /// Starts a pod whose container runs a program of the simulated host. The error is containerd's message.
     fn start(&mut self, host: &Host, wanted: &Admitted, work: &[&str]) -> Result<Pod, String> {
         let Admitted { name, slices, settings } = wanted;
         let same = |place: &str| json!({"host": place, "container": place, "read_only": false});
@@ -212,7 +210,7 @@ impl Runtime {
         environment.insert("LD_LIBRARY_PATH".to_owned(), json!(host.path("lib")));
         let client = host.path("bin/cuda-client").canonicalize().unwrap().display().to_string();
         let command = [&[client.as_str()], work].concat();
-        // In this test, pods whose names end with 1 have a RuntimeClass.
+        // Pods whose names end with 1 have a RuntimeClass, and other pods use the default runtime.
         let handler = if name.ends_with('1') { "yunion-mps" } else { "" };
         let said = self.call(&json!({
             "call": "start", "pod": name, "handler": handler, "cdi": settings["cdi"], "mounts": mounts,
@@ -231,8 +229,7 @@ impl Runtime {
         self.call(&json!({"call": "runs", "container": pod.container}))["answer"] == true
     }
 
-    /// Stops the container of a pod as the kubelet does for the deletion of a pod: by SIGTERM, and after this number of
-    /// seconds by SIGKILL.
+    /// Stops the container of a pod as a kubelet does: by SIGTERM, and after `seconds` seconds by SIGKILL.
     fn stop(&mut self, pod: &Pod, seconds: u32) {
         let said = self.call(&json!({"call": "stop", "container": pod.container, "seconds": seconds}));
         assert!(said.get("error").is_none(), "{said}");
@@ -244,14 +241,14 @@ impl Runtime {
     }
 }
 
-/// A pod that the kubelet has admitted, with the settings of its container.
+/// An admitted pod that is not started yet, with the settings of its container.
 struct Admitted {
     name: String,
     slices: Vec<String>,
     settings: Value,
 }
 
-/// A Kubernetes node: a host with the service, the device plugin, a simulated kubelet and containerd.
+/// A simulated Kubernetes node: a host with the service, the device plugin, a kubelet and containerd.
 struct Node {
     runtime: Runtime,
     containerd: Containerd,
@@ -260,12 +257,12 @@ struct Node {
     host: Host,
 }
 
-/// Makes a node that can run pods. Returns None if no container can be made on this machine.
+/// Makes a node on the board `h200`. Returns None if this machine does not let the test make containers.
 fn with_pods(test: &str) -> Option<Node> {
     with_pods_on("h200", 4, test)
 }
 
-/// Makes a node that can run pods, like [`with_pods`], with this simulated board and this number of slices.
+/// Like [`with_pods`], for another board. The node has `slices` slices.
 fn with_pods_on(board: &str, slices: usize, test: &str) -> Option<Node> {
     if !root_or_skip(test) {
         return None;
@@ -287,7 +284,6 @@ impl Node {
         Admitted { name: name.to_owned(), slices, settings }
     }
 
-    /// Starts a pod on the slice that the kubelet chooses.
     fn pod(&mut self, name: &str) -> Pod {
         self.pod_with(name, 1, &["hold", "600"])
     }
@@ -300,8 +296,8 @@ impl Node {
         pod
     }
 
-    /// Deletes a pod: its container gets SIGTERM, and after this number of seconds SIGKILL. After the end of the container
-    /// the kubelet may give the device to another pod, and removes the control group of the pod.
+    /// Deletes a pod as a kubelet does. The container gets SIGTERM, and after `seconds` seconds SIGKILL. After its end the
+    /// kubelet may give the slice to another pod.
     fn delete(&mut self, pod: &Pod, seconds: u32) {
         self.runtime.stop(pod, seconds);
         self.runtime.end(pod).unwrap();
@@ -309,8 +305,7 @@ impl Node {
         self.containerd.remove_group(&pod.name);
     }
 
-    /// Ends the only pod. The kubelet repeats the request to end a pod until it succeeds, since a containerd that has just
-    /// started does not know its containers yet.
+    /// Ends the only pod. The call is repeated, since a containerd that has just started does not know its containers yet.
     fn ends(&mut self, pod: &Pod) {
         wait_for("a slice without an owner", || {
             self.runtime.end(pod).is_ok().then_some(())?;
@@ -324,28 +319,28 @@ impl Node {
         fs::read_to_string(self.containerd.folder.join("log")).unwrap_or_default()
     }
 
-    /// The client that the service lists for a pod.
     fn client(&self, pod: &str) -> Option<Value> {
         let clients = self.host.json(&["clients"])?;
         let label = format!("ml/{pod}/main");
         clients.as_array()?.iter().find(|client| client["label"] == label.as_str()).cloned()
     }
 
-    /// The container to which each slice is bound, as the service lists it.
+    /// Returns the container to which each bound slice is bound, as the service lists them.
     fn owners(&self) -> BTreeMap<String, Vec<String>> {
         let text = |device: &Value, key: &str| device[key].as_str().unwrap_or_default().to_owned();
         let owner = |device: Value| (text(&device, "addr"), vec![text(&device, "bound_to")]);
         self.host.list().into_iter().map(owner).filter(|(_, owners)| !owners[0].is_empty()).collect()
     }
 
-    /// The containers to which the kubelet has given each slice: each slice must have one container.
+    /// Returns the containers to which the kubelet has given each slice, in the form of [`Self::owners`]. A slice with two
+    /// containers would differ from the service's list.
     fn given(&mut self) -> BTreeMap<String, Vec<String>> {
         let given = self.kubelet.given();
         let labels = |owners: Vec<String>| owners.iter().map(|owner| format!("ml/{owner}")).collect();
         given.into_iter().map(|(slice, owners)| (slice, labels(owners))).collect()
     }
 
-    /// The number of control groups in a pod that have processes: two if the sandbox and the container of the pod run.
+    /// Returns the number of control groups with processes in a pod: two if its sandbox and its container run.
     fn groups_at_work(&self, pod: &str) -> usize {
         let has_process = |group: &PathBuf| {
             fs::read_to_string(group.join("cgroup.procs")).is_ok_and(|pids| !pids.trim().is_empty())
@@ -355,7 +350,6 @@ impl Node {
     }
 }
 
-/// The control groups directly in a control group.
 fn groups_in(group: &Path) -> Vec<PathBuf> {
     let entries = fs::read_dir(group).into_iter().flatten().flatten().map(|entry| entry.path());
     entries.filter(|path| path.is_dir()).collect()
@@ -379,7 +373,6 @@ fn a_pod_is_a_client_of_the_slice_that_the_kubelet_gave_it() {
     let client = node.client("train-0").unwrap();
     assert_eq!((&client["device"], &client["known_by"]), (&json!(own), &json!("bound")), "{client}");
     assert_eq!(node.owners(), BTreeMap::from([has(own, "ml/train-0/main")]));
-    // The environment of the client has the limits of its slice.
     let memory = node.host.container_of(own)["environment"]["CUDA_MPS_PINNED_DEVICE_MEM_LIMIT"].clone();
     let pid = client["pid"].as_u64().unwrap();
     let environment = fs::read(format!("/proc/{pid}/environ")).unwrap();
@@ -387,7 +380,6 @@ fn a_pod_is_a_client_of_the_slice_that_the_kubelet_gave_it() {
     let limit = format!("CUDA_MPS_PINNED_DEVICE_MEM_LIMIT={}\0", memory.as_str().unwrap());
     assert!(environment.contains(&limit), "{environment}");
 
-    // No other container can start with the slice while the pod has the slice.
     let settings = node.kubelet.allocated(QUARTER, &[own]);
     let twice = Admitted { name: "train-1".to_owned(), slices: vec![own.clone()], settings };
     let refused = node.runtime.start(&node.host, &twice, &["hold", "600"]).unwrap_err();
@@ -417,7 +409,8 @@ fn a_pod_with_slices_of_two_gpus_has_both_of_them() {
     node.ends(&pod);
 }
 
-/// The kubelet frees the slice of a pod that was deleted by force at once, while the pod's container lives.
+/// The kubelet frees the slice of a pod that is deleted by force at once, although the pod's container still runs. The next pod
+/// must wait for the end of that container.
 #[test]
 fn on_a_full_gpu_a_pod_waits_for_the_container_of_a_pod_that_was_deleted_by_force() {
     let test = "on_a_full_gpu_a_pod_waits_for_the_container_of_a_pod_that_was_deleted_by_force";
@@ -429,8 +422,8 @@ fn on_a_full_gpu_a_pod_waits_for_the_container_of_a_pod_that_was_deleted_by_forc
     let mut beside = Runtime::beside(&node.containerd);
     let started = thread::scope(|scope| {
         let starting = scope.spawn(|| beside.start(&node.host, &next, &["hold", "600"]));
-        // While the hook of the slice runs, the first process of the new container is already in the container's control
-        // group.
+        // The new container is created before the hook of its slice runs. So its control group already has a process while the
+        // hook waits.
         wait_for("the container", || (node.groups_at_work("train-4") == 2).then_some(()));
         assert_eq!(node.owners()[&former.slices[0]], ["ml/train-0/main"]);
         node.runtime.stop(&former, 0);
@@ -444,13 +437,13 @@ fn on_a_full_gpu_a_pod_waits_for_the_container_of_a_pod_that_was_deleted_by_forc
     assert_eq!(node.owners(), node.given());
 }
 
-/// The number of times that the test gives a Deployment another image, from the variable `ROUNDS`.
+/// The number of updates of the simulated Deployment, which the variable `ROUNDS` can change.
 fn updates() -> u32 {
     std::env::var("ROUNDS").map_or(10, |number| number.parse().unwrap())
 }
 
-/// A Deployment with three replicas on a full GPU gets one image after another. The pods of the Deployment are stopped in the
-/// middle of CUDA kernels, and another pod on the GPU computes all the time.
+/// A Deployment with three replicas on a full GPU gets new images, one after the other. Each update stops pods in the middle of
+/// CUDA kernels. Another pod on the GPU computes all the time.
 #[test]
 fn rolling_updates_beside_a_neighbour_lose_nobody_and_give_no_slice_twice() {
     let test = "rolling_updates_beside_a_neighbour_lose_nobody_and_give_no_slice_twice";
@@ -461,7 +454,7 @@ fn rolling_updates_beside_a_neighbour_lose_nobody_and_give_no_slice_twice() {
     let mut replicas = [0, 1, 2].map(|number| node.pod_with(&format!("job-0-{number}"), 1, &work));
     for update in 1..=updates() {
         for (number, replica) in (0..).zip(&mut replicas) {
-            // The first process of the container ignores SIGTERM, so containerd sends SIGKILL after the grace period.
+            // The container's first process ignores SIGTERM. So containerd sends SIGKILL after the grace period.
             node.delete(replica, 1);
             *replica = node.pod_with(&format!("job-{update}-{number}"), 1, &work);
             assert_eq!(node.client(&replica.name).unwrap()["device"], replica.slices[0]);
@@ -475,10 +468,9 @@ fn rolling_updates_beside_a_neighbour_lose_nobody_and_give_no_slice_twice() {
     node.kubelet.wait_for_devices(QUARTER, 4, &[]);
 }
 
-/// The parts of a node that the test kills.
+/// The parts of a node that the test kills. No kill may harm the pod.
 const PARTS: [&str; 3] = ["plugin", "service", "containerd"];
 
-/// All orders in which these parts can be killed.
 fn orders<'p>(parts: &[&'p str]) -> Vec<Vec<&'p str>> {
     if parts.is_empty() {
         return vec![Vec::new()];
@@ -492,7 +484,7 @@ fn orders<'p>(parts: &[&'p str]) -> Vec<Vec<&'p str>> {
 }
 
 impl Node {
-    /// Kills a part of the node, and starts the part again unless another program does so.
+    /// Kills a part of the node, and restarts it if no other program does so.
     fn kill(&mut self, part: &str) {
         match part {
             "plugin" => {
@@ -518,8 +510,6 @@ impl Node {
     }
 }
 
-/// When the device plugin, the service or containerd is killed, a pod keeps its slice and its GPU work, and no other pod gets
-/// the slice.
 #[test]
 fn no_kill_loses_a_pod_or_gives_its_slice_away() {
     let Some(mut node) = with_pods("no_kill_loses_a_pod_or_gives_its_slice_away") else { return };
@@ -532,7 +522,7 @@ fn no_kill_loses_a_pod_or_gives_its_slice_away() {
         node.host.wait_for_state("ready");
         node.kubelet.wait_for_devices(QUARTER, 4, &[]);
         assert!(alive(pid) && process_state(pid) != Some('Z'), "{order}");
-        // A containerd that has just started does not know its containers yet.
+        // A containerd that has just started does not know its containers yet. So the test waits.
         wait_for(&format!("the pod after {order}"), || node.runtime.runs(&pod).then_some(()));
         assert_eq!(node.owners(), node.given(), "{order}");
         refused(&bind(&node.host, &pod.slices[0], &stranger, &[]), "is taken by ml/train-0/main");
@@ -543,8 +533,8 @@ fn no_kill_loses_a_pod_or_gives_its_slice_away() {
     node.ends(&pod);
 }
 
-/// The clients of a killed control daemon end. The service serves the slices of the control daemon again, and the kubelet can
-/// give each slice to another pod when the slice's former pod has ended.
+/// The clients of a killed control daemon end. The service serves the slices again, and the kubelet can give each slice to
+/// another pod after the end of its former pod.
 #[test]
 fn the_slices_of_a_killed_control_daemon_are_served_again() {
     let Some(mut node) = with_pods("the_slices_of_a_killed_control_daemon_are_served_again") else { return };
@@ -559,8 +549,8 @@ fn the_slices_of_a_killed_control_daemon_are_served_again() {
                 assert!(was_at_work);
                 wait_for("the end of the program", || (!alive(pid)).then_some(()));
             } else if part == "containerd" && was_at_work {
-                // If the program of a pod ended while a restarted containerd searches for its running containers, containerd
-                // would not notice the end, and would lose the pod. So the test waits.
+                // A containerd that has just started looks for its running containers. If the pod's program ended meanwhile,
+                // containerd would miss this end and lose the pod. So the test waits.
                 wait_for("a containerd that knows the pod", || node.runtime.runs(&pod).then_some(()));
             }
         }

@@ -1,5 +1,5 @@
-//! Tests of `yunion-mpsctl probe`, which starts real clients on a simulated GPU: the simulator may give the clients other
-//! limits than the service has set.
+//! Tests of `yunion-mpsctl probe`, which starts clients on a simulated GPU and measures their limits. The simulator can give
+//! clients other limits than the service has set.
 
 use std::process::Stdio;
 
@@ -9,14 +9,13 @@ use crate::support::host::{Host, text};
 use crate::support::skip::root_or_skip;
 use crate::support::wait::wait_for;
 
-/// Runs `yunion-mpsctl probe --json`, and returns its exit status and its JSON.
 fn probe(host: &Host, arguments: &[&str]) -> (Option<i32>, Value) {
     let output = host.mpsctl(&[&["probe", "--json"], arguments].concat());
     let reports = serde_json::from_slice(&output.stdout);
     (output.status.code(), reports.unwrap_or_else(|error| panic!("{error}: {}", text(&output))))
 }
 
-/// Makes the simulator give clients these limits, whatever the control daemon answers.
+/// Makes the simulated server give clients these limits, whatever the control daemon answers.
 fn clients_get(host: &Host, percentage: u32, mib: u32) {
     host.plant("mps/fault/clients-get", &format!("{percentage} {mib}"));
 }
@@ -44,12 +43,12 @@ fn what_is_promised_is_what_is_found() {
         table.contains("A client gets the memory and the threads that the service publishes."),
         "{table}"
     );
-    // If `probe` gets the name of a GPU, it tests any slice of the GPU.
+    // With the name of a GPU, `probe` measures one slice of the GPU.
     for name in ["00:06.0", "0000:00:06.0", report["device_path"].as_str().unwrap()] {
         let (status, reports) = probe(&host, &[name]);
         assert_eq!((status, &reports[0]["addr"]), (Some(0), &json!("00:06.0-0")), "{name}: {reports:#}");
     }
-    // The client of the probe has freed its memory and has ended.
+    // The client of `probe` has ended and uses no memory any more.
     let clients = host.busctl("ListClients");
     assert_eq!(clients, json!([]));
 }
@@ -58,7 +57,7 @@ fn what_is_promised_is_what_is_found() {
 fn each_gpu_is_probed_once() {
     let mut host = Host::new("mixed");
     host.start();
-    // One GPU of the board is in MIG mode, so the service is degraded.
+    // One GPU of this board is in MIG mode. So the service is degraded.
     host.wait_for_state("degraded");
     let (status, reports) = probe(&host, &[]);
     assert_eq!(status, Some(1), "{reports:#}");
@@ -74,8 +73,8 @@ fn each_gpu_is_probed_once() {
         let error = report["error"].as_str().unwrap_or_default();
         assert_eq!(error.contains("MIG is on"), device["healthy"] == false, "{error}");
     }
-    // The first GPU has smaller slices than the second GPU. So the limits in the environment of a slice of the first GPU are
-    // lower than the limits of the control daemon.
+    // The first GPU has smaller slices than the second. The control daemon has the limits of the larger slices, so the
+    // environment of a smaller slice sets lower limits.
     let report = &reports[0];
     assert_eq!(report["slice"]["promised"]["thread_percentage"], 12, "{report:#}");
     assert_eq!(report["control_daemon"]["promised"]["thread_percentage"], 25, "{report:#}");
@@ -104,7 +103,7 @@ fn looser_limits_show_without_the_environment() {
              is not in force, or a larger limit is"
         ])
     );
-    // Although the control daemon's limit is larger, `probe` allocates no more memory than the slice has.
+    // `probe` allocates no more than the slice's memory, although the control daemon would allow more.
     assert_eq!(reports[0]["control_daemon"]["found"]["memory_allocated"], 35942);
 }
 
@@ -136,7 +135,7 @@ fn a_gpu_before_volta_promises_nothing() {
     assert!(said.contains("This GPU enforces no limits (before Volta)"), "{said}");
 }
 
-/// `probe` does not wait until the clients of another user have ended.
+/// While MPS serves another user's clients, `probe` ends with a message instead of waiting.
 #[test]
 fn another_users_turn_is_not_waited_for() {
     if !root_or_skip("another_users_turn_is_not_waited_for") {
@@ -185,7 +184,7 @@ fn without_a_driver_there_is_a_message() {
     let said = text(&output);
     assert_eq!(output.status.code(), Some(1), "{said}");
     assert!(said.contains("NOT PROBED: a CUDA process: libcuda.so.1 can't be loaded"), "{said}");
-    // The test writes a file that has the name of CUDA's library, and is no library.
+    // This file has the name of CUDA's library but is no library.
     host.plant("lib/libcuda.so.1", "no library");
     assert!(text(&host.mpsctl(&["probe"])).contains("libcuda.so.1 can't be loaded"));
 }

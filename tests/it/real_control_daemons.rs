@@ -1,5 +1,5 @@
-//! Tests with NVIDIA's control daemons of the drivers 535, 550 and 555. These control daemons start, answer and quit without
-//! a GPU; only their servers can't start.
+//! Tests with NVIDIA's control daemons of the drivers 535, 550 and 555. Without a GPU, these control daemons start, answer and
+//! quit, but their servers can't start.
 
 use std::fs::{self, File};
 use std::os::unix::fs::FileTypeExt;
@@ -12,7 +12,8 @@ use crate::support::host::{Host, assert_has, binaries, control_daemon, control_p
 use crate::support::processes::arguments;
 use crate::support::wait::wait_for;
 
-/// A simulated host with one H200 and NVIDIA's control daemon of the driver `series` instead of the simulator's.
+/// Returns a simulated host with one H200. It has NVIDIA's control daemon of the driver series `series` instead of the
+/// simulated one.
 fn host(series: &str) -> Host {
     let programs = nvidias(series);
     let mut host = Host::new("h200");
@@ -26,8 +27,7 @@ fn events(status: &Value) -> Vec<&str> {
     status["events"].as_array().unwrap().iter().map(|event| event["text"].as_str().unwrap()).collect()
 }
 
-/// Checks that the limits of the control daemon are in force, that one server serves all users if the driver supports this,
-/// and that the control daemon ends at the command `quit`.
+/// Checks that the control daemon has its limits, that it serves several users if `multiuser` says so, and that `quit` ends it.
 fn serves(series: &str, multiuser: bool) {
     let mut host = host(series);
     host.configure("cuda_mps_prewarm: false");
@@ -71,7 +71,6 @@ fn of_555_serves_all_users() {
     serves("555", true);
 }
 
-/// A control daemon does start in a pipe directory with the longest path that the configuration allows.
 #[test]
 fn start_in_the_longest_pipe_directory() {
     for series in ["535", "550", "555"] {
@@ -86,8 +85,8 @@ fn start_in_the_longest_pipe_directory() {
     }
 }
 
-/// A control daemon without its FIFO writes no log. So the service does not accept a configuration in which a log directory
-/// is in the place of the FIFO. The simulated control daemon also writes no log without its FIFO.
+/// A control daemon makes a FIFO `log` in its pipe directory, and without this FIFO writes no log. Therefore the service
+/// refuses a log directory with this path. The simulated control daemon behaves in the same way.
 #[test]
 fn without_their_fifo_they_write_no_log() {
     for programs in [binaries(), nvidias("535"), nvidias("550"), nvidias("555")] {
@@ -119,8 +118,8 @@ fn without_their_fifo_they_write_no_log() {
     }
 }
 
-/// A log directory that an earlier configuration has left in the place of the FIFO does not keep the next control daemon from
-/// making its FIFO.
+/// An earlier configuration has left a log directory at the path of the FIFO. The service moves this directory away, so that
+/// the control daemon can make its FIFO.
 #[test]
 fn a_former_log_directory_makes_none_silent() {
     for series in ["535", "550", "555"] {
@@ -141,8 +140,8 @@ fn a_former_log_directory_makes_none_silent() {
     }
 }
 
-/// If an administrator asks for multi-user mode, which driver 535 lacks, the service names the configuration key to change,
-/// and starts no control daemon.
+/// Driver 535 has no multi-user mode. If the configuration asks for this mode, the service names the key to change and starts
+/// no control daemon.
 #[test]
 fn of_535_that_must_be_multi_user_waits() {
     let mut host = host("535");
@@ -155,14 +154,14 @@ fn of_535_that_must_be_multi_user_waits() {
     assert_eq!(host.compute_mode(0), "Default");
 }
 
-/// If a server can't start, the status says how the server has ended, the service starts a server again after a pause, and a
-/// stop of the service does not wait for the pause.
+/// The server can't start without a GPU. The status shows how it has ended, and the service tries again after a pause. A stop
+/// does not wait for the end of the pause.
 #[test]
 fn of_555_without_a_gpu_has_no_server() {
     let mut host = host("555");
     host.start();
     let status = host.wait_for_status("a third failure", |status| {
-        // The list of control daemons in the status is empty until the service has checked the host once.
+        // Until the service has looked at the host once, the status has no control daemon.
         let control_daemon = &status["control_daemons"][0];
         control_daemon["state"] == "backoff" && control_daemon["starts"].as_u64() >= Some(3)
     });

@@ -1,5 +1,5 @@
-//! All outputs of the service name a client with the same slice, while clients start and end, faults hit them, and their
-//! control groups are bound to slices.
+//! Tests that all outputs of the service name a client with the same slice. Meanwhile clients start and end, faults hit them,
+//! and their control groups are bound.
 
 use std::collections::BTreeMap;
 
@@ -16,7 +16,7 @@ use crate::support::wait::wait_for;
 
 const SLICES: [&str; 4] = ["00:06.0-0", "00:06.0-1", "00:06.0-2", "00:06.0-3"];
 
-/// The number of clients of each slice, first as D-Bus publishes it, and then in the metrics.
+/// The number of clients of each slice: on D-Bus, and in the metrics.
 type Counts = BTreeMap<String, (u64, f64)>;
 
 fn counted(host: &Host) -> Counts {
@@ -32,7 +32,7 @@ fn counted(host: &Host) -> Counts {
     devices.as_array().unwrap().iter().map(count).collect()
 }
 
-/// A host whose clients have slices from their environment, except for one client, whose control group is bound to a slice.
+/// A host whose clients have the slices of their environments. One client has a bound control group instead.
 struct Rounds {
     host: Host,
     group: ContainerGroup,
@@ -41,7 +41,6 @@ struct Rounds {
 }
 
 impl Rounds {
-    /// Fails unless every output of the service names each of these clients with its slice.
     fn check_doors(&self, clients: &[(Client, String)]) {
         let none = |slice: &&str| ((*slice).to_owned(), (0, 0.0));
         let mut expected: Counts = SLICES.iter().map(none).collect();
@@ -58,7 +57,6 @@ impl Rounds {
         }
     }
 
-    /// Waits until the service's log has a message with the text `said` that names a client with its slice.
     fn is_told(&self, pid: u32, slice: &str, said: &str) {
         let owner = |label: &str| format!("PID {pid} of {label}, slice {slice}");
         let known = [owner("job-17"), owner(&format!("user {}", own_user()))];
@@ -77,8 +75,8 @@ impl Rounds {
             clients.push((self.host.client_of(slice), slice.to_owned()));
         }
         if is_bound {
-            // The client claims a slice in its environment, and the test binds its control group to another slice, before or
-            // after the client's start.
+            // The client's environment claims one slice, and the test binds its control group to another. The binding is made
+            // before the client's start in some rounds, and after it in others.
             let start = || client(&self.host, &self.group.directory, &["hold", "600"], SLICES[1]);
             let bind_it = || succeeded(&bind(&self.host, SLICES[0], &self.group, &["--label", "job-17"]));
             let bound = if round.is_multiple_of(2) {

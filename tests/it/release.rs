@@ -1,5 +1,5 @@
-//! The service ends the GPU work of one client, and the other clients carry on. The tests run on a simulated host, with a
-//! client in a long CUDA kernel and a bystander, another client on the same GPU.
+//! Tests that the service ends the GPU work of one client without harm to other clients. The ended client is in a long CUDA
+//! kernel. The bystander is another client on the same GPU and must survive.
 
 use std::fs;
 use std::io::{Read, Write};
@@ -20,19 +20,19 @@ use crate::support::neighbours::{Neighbours, TERMINATED, assert_terminated, byst
 use crate::support::skip::{root_or_skip, skip};
 use crate::support::wait::wait_for;
 
-/// The number of tries for each way of ending a client.
+/// The number of rounds for each way to end a client.
 const ROUNDS: usize = 4;
 
-/// The words in messages for the slice of every client except the bystander.
+/// The part of a message that names the slice of each client except the bystander.
 const SLICE: &str = ", slice 00:06.0-1";
 
-/// Checks the end of a command that `yunion-mpsctl run` has started, and whose GPU work was ended before the signal: the
-/// command exits by itself, or by the signal if the signal is faster.
+/// Checks that the service had ended the command's GPU work before `run` passed the signal on. The command ends with CUDA's
+/// error, or by the signal if the signal comes first.
 fn assert_released((status, said): (Option<i32>, String), signal: Signal) {
     assert!(!said.contains("which may be a fault for other clients of the GPU"), "{signal:?}: {said}");
     match status {
         Some(3) => assert!(said.contains(TERMINATED), "{signal:?}: {said}"),
-        // In this case the signal has ended the program before the program could print its last line.
+        // The signal has ended the command before it could print CUDA's error.
         _ => assert_eq!(status, Some(128 + signal.as_raw()), "{signal:?}: {said}"),
     }
 }
@@ -69,13 +69,12 @@ fn terminate_by_pid_and_by_device() {
         let events = scene.host.json(&["events"]).unwrap();
         let event = events.as_array().unwrap().last().unwrap();
         assert_eq!((&event["ended_for"], &event["ended_clients"]), (&json!([pid]), &json!(ended)));
-        // The service's log has the same text as its event.
         let own = format!("GPU work ended on request: {}", ended.trim_start_matches("1 client: "));
         assert!(scene.host.log().contains(&own), "{own}\n{}", scene.host.log());
         assert_terminated(victim);
         assert!(scene.bystander_survives());
 
-        // The clients of slices that the command does not name go on. Slice 2 has none.
+        // Only the named slices lose their GPU work. Slice 2 has no client.
         let (one, two) = (scene.victim(), scene.victim());
         let said =
             succeeded(&scene.host.mpsctl(&["terminate", "--device", "00:06.0-2", "--device", "00:06.0-1"]));
@@ -124,7 +123,7 @@ fn terminate_by_container() {
         assert_eq!(said, format!("{expected}Ended the GPU work of {both}.\n"));
         assert_terminated(shallow);
         assert_terminated(deep);
-        // The container has no client any more, and ending its GPU work is no error.
+        // The container has no client any more, and a second request succeeds too.
         succeeded(&scene.host.mpsctl(&["terminate", "--container", &id.to_uppercase()]));
         assert!(scene.bystander_survives());
         other.let_go(scene.bystander.id());
@@ -144,7 +143,7 @@ fn an_id_of_two_containers_is_refused() {
         skip("an_id_of_two_containers_is_refused", NO_CONTAINER_GROUP);
         return;
     };
-    // The second id has the first 63 characters of the first id.
+    // The id of the second container differs from the first only in its last character.
     let alike = ContainerGroup {
         id: format!("{}{}", &one.id[..63], "f"),
         directory: one.directory.with_file_name(format!("docker-{}f.scope", &one.id[..63])),
@@ -164,8 +163,8 @@ fn an_id_of_two_containers_is_refused() {
     assert!(scene.bystander_survives());
 }
 
-/// A user gives a control group a name that begins like the id of a container. The GPU work of that container can still be
-/// ended by its short id, since the service ignores control groups that root has not made.
+/// A user's control group has a name that begins like the id of a container. `terminate` still accepts the container's short
+/// id, since the service ignores control groups that root has not made.
 #[test]
 fn a_strangers_control_group_is_in_no_containers_way() {
     let mut scene = Neighbours::new();
@@ -186,7 +185,7 @@ fn a_strangers_control_group_is_in_no_containers_way() {
     succeeded(&scene.host.mpsctl(&["terminate", "--container", &container.id[..12]]));
     assert_terminated(victim);
     assert!(scene.listed().contains(&stranger.id()));
-    // Once the container with the similar id has ended, the beginning of the id is unambiguous.
+    // The container with the similar id has ended. So the short id is unambiguous now.
     succeeded(&scene.host.mpsctl(&["terminate", "--container", &alike.id[..12]]));
     assert_terminated(stranger);
     assert!(scene.bystander_survives());
@@ -194,14 +193,14 @@ fn a_strangers_control_group_is_in_no_containers_way() {
     let _ = fs::remove_dir(parent);
 }
 
-/// While a client whose slice is not known uses the GPU, `terminate --device` does not answer that no process uses a slice.
+/// A client whose slice is unknown may have any slice. So `terminate --device` must not report that no client of a slice is
+/// left.
 #[test]
 fn a_client_that_lost_its_environment_is_named() {
     let mut scene = Neighbours::new();
     let mut command = scene.host.program_of("00:06.0-1", &["long", "600"]);
     command.stdout(Stdio::piped());
-    // The variable for the pipe directory of all slices does not tell the client's slice. The directory of a slice would tell
-    // it.
+    // The directory of a slice would tell the service the client's slice. The pipe directory of all slices does not.
     command.env("CUDA_MPS_PIPE_DIRECTORY", scene.host.path("mps/pipe"));
     let silent = command.env_remove("YUNION_MPS_DEVICE").spawn().unwrap();
     scene.computes(silent.id());
@@ -245,7 +244,6 @@ fn what_cannot_be_terminated_says_why() {
     assert!(scene.bystander_survives());
 }
 
-/// Calls a method of the service with gdbus, and returns the output. The output has the D-Bus name of an error.
 fn call(command: &mut Command, method: &str, arguments: &[&str]) -> String {
     command.args([
         "call",
@@ -259,8 +257,8 @@ fn call(command: &mut Command, method: &str, arguments: &[&str]) -> String {
     text(&command.output().unwrap())
 }
 
-/// A user other than root may not end GPU work, not even of the user's own programs: a program that does not disconnect would
-/// block the control daemon for all clients.
+/// A user other than root may not end GPU work, not even in the user's own programs. The control daemon waits for a program
+/// that it disconnects, and meanwhile serves no other client.
 #[test]
 fn only_root_may_end_gpu_work() {
     if !root_or_skip("only_root_may_end_gpu_work") {
@@ -306,7 +304,7 @@ fn servers_are_named_by_their_gpus() {
     );
 }
 
-/// The D-Bus method `RestartServer` restarts a server only if it has no clients.
+/// `RestartServer` restarts a server only if the server has no clients.
 #[test]
 fn a_server_is_restarted_between_clients() {
     let mut scene = Neighbours::new();
@@ -330,9 +328,8 @@ fn a_server_is_restarted_between_clients() {
     assert_eq!(after["control_daemons"][0]["starts"], 1);
 }
 
-/// A program whose GPU work was ended, and which waits for something other than its GPU, stays a client until it calls CUDA
-/// again. The answer to the request comes at once nevertheless, and a signal that later kills the program hurts no other
-/// client.
+/// A program whose GPU work was ended stays a client until it calls CUDA again. The request is still answered at once, and a
+/// later kill of the program harms no other client.
 #[test]
 fn a_client_that_stays_is_done_with() {
     let mut scene = Neighbours::new();
@@ -341,15 +338,15 @@ fn a_client_that_stays_is_done_with() {
     scene.computes(staying.id());
     succeeded(&scene.host.mpsctl(&["terminate", "--device", "00:06.0-1"]));
     succeeded(&scene.host.mpsctl(&["terminate", "--device", "00:06.0-1"]));
-    // `terminate` sends the client no signal, so the client's process still sleeps.
+    // `terminate` sends no signal to the client. So the client's process still sleeps.
     wait_for("it sleeps on", || (process_state(staying.id()) == Some('S')).then_some(()));
     signal_pid(staying.id(), Signal::KILL);
     assert!(ended(staying).1.contains(TERMINATED));
     assert!(scene.bystander_survives());
 }
 
-/// A control daemon waits for a client that it terminates, and all other callers wait for the control daemon: a tenant who
-/// stops the client by SIGSTOP must not block these callers.
+/// A control daemon waits for a client that it terminates, and answers no other caller meanwhile. A tenant could stop the
+/// client by SIGSTOP, so the service continues it.
 #[test]
 fn a_client_that_is_stopped_holds_up_nobody() {
     let mut scene = Neighbours::new();
@@ -364,8 +361,8 @@ fn a_client_that_is_stopped_holds_up_nobody() {
     assert!(scene.bystander_survives());
 }
 
-/// If a debugger stops a client, no signal continues the client, and a request to end its GPU work must not block other
-/// callers. The client's owner may have started the debugger for this purpose.
+/// A client that a debugger has stopped can't be continued by a signal, and a tenant may start such a debugger. A request to
+/// end the client's GPU work must not block other callers.
 #[test]
 fn a_client_that_a_debugger_holds_holds_up_nobody() {
     let mut scene = Neighbours::new();
@@ -377,7 +374,6 @@ fn a_client_that_a_debugger_holds_holds_up_nobody() {
     wait_for("the refusal", || {
         scene.host.log().contains("can't be continued: the process stays stopped").then_some(())
     });
-    // The control daemon still answers other commands.
     assert!(scene.listed().contains(&victim.id()));
     assert!(scene.host.json(&["clients"]).is_some());
     debugger.end();
@@ -386,7 +382,6 @@ fn a_client_that_a_debugger_holds_holds_up_nobody() {
     assert!(scene.bystander_survives());
 }
 
-/// A Python program that stops a process every 300 us, until that process ends.
 const STOP_AGAIN_AND_AGAIN: &str = "import os, signal, sys, time\n\
     try:\n\
     \x20   while True:\n\
@@ -395,8 +390,8 @@ const STOP_AGAIN_AND_AGAIN: &str = "import os, signal, sys, time\n\
     except ProcessLookupError:\n\
     \x20   pass\n";
 
-/// A program of the tenant stops the client by SIGSTOP again and again. The service continues the client for as long as the
-/// control daemon waits for the client's end.
+/// A tenant's program stops the client again and again. The service continues the client until the control daemon has
+/// terminated it.
 #[test]
 fn a_client_that_is_stopped_again_and_again_holds_up_nobody() {
     let mut scene = Neighbours::new();
@@ -426,7 +421,7 @@ fn a_client_that_is_stopped_again_and_again_holds_up_nobody() {
     assert!(scene.bystander_survives());
 }
 
-/// A control group that freezes its processes, as `docker pause` does.
+/// A control group that can freeze its processes, as `docker pause` does.
 struct Freezer {
     group: PathBuf,
     file: &'static str,
@@ -434,7 +429,7 @@ struct Freezer {
 }
 
 impl Freezer {
-    /// Makes a control group in each kind of hierarchy of this machine that can freeze processes.
+    /// Makes a [`Freezer`] in each hierarchy of this machine that can freeze processes.
     fn all() -> Vec<Self> {
         let kinds = [
             ("/sys/fs/cgroup/unified", "cgroup.freeze", ["0", "1"]),
@@ -443,7 +438,7 @@ impl Freezer {
         ];
         let made = kinds.into_iter().filter_map(|(root, file, states)| {
             let group = Path::new(root).join(format!("mps-test-{}-frozen", std::process::id()));
-            // If no hierarchy of control groups is mounted at `root`, `create_dir_all` would make a plain directory.
+            // Without a hierarchy at `root`, `create_dir_all` would make a plain directory there.
             let is_root = Path::new(root).join("cgroup.procs").exists();
             if !is_root || fs::create_dir_all(group.join("deeper")).is_err() {
                 return None;
@@ -474,7 +469,7 @@ impl Drop for Freezer {
     fn drop(&mut self) {
         self.thaw();
         let removed = || fs::remove_dir(self.group.join("deeper")).and_then(|()| fs::remove_dir(&self.group));
-        // A process that is ending stays in its control group for a moment.
+        // A process that is ending is in its control group for another moment.
         for _ in 0..100 {
             if removed().is_ok() {
                 return;
@@ -484,8 +479,8 @@ impl Drop for Freezer {
     }
 }
 
-/// The processes of a paused container do not have the process state of stopped processes, and no signal continues them.
-/// After a request to end its GPU work, the container is paused again.
+/// A paused container is frozen: its processes do not have the state of stopped processes, and no signal continues them. The
+/// service thaws the container to end its GPU work, and then freezes it again.
 #[test]
 fn a_client_in_a_frozen_control_group_holds_up_nobody() {
     if !root_or_skip("a_client_in_a_frozen_control_group_holds_up_nobody") {
@@ -512,8 +507,8 @@ fn a_client_in_a_frozen_control_group_holds_up_nobody() {
     }
 }
 
-/// A Python program that calls `TerminateClient` for one process again and again without reading answers, and prints a line
-/// after the first hundred calls.
+/// A Python program that calls `TerminateClient` for one process all the time and reads no answers. It prints a line after its
+/// first hundred calls.
 const FLOOD: &str = r#"
 import os, socket, struct, sys, time
 address, pid, count = sys.argv[1].removeprefix("unix:path="), int(sys.argv[2]) or os.getpid(), int(sys.argv[3])
@@ -549,8 +544,7 @@ print("sent", flush=True)
 sys.stdin.read()
 "#;
 
-/// Starts the program `FLOOD` as a user other than root: it calls `TerminateClient` for one process or, if `pid` is 0, for
-/// itself.
+/// Starts `FLOOD` as a user other than root, for the process `pid` or, with 0, for the process of `FLOOD` itself.
 fn flood(host: &Host, pid: u32) -> Child {
     let mut python = host.command_as_member("/usr/bin/python3");
     python.args(["-c", FLOOD, &host.bus_address(), &pid.to_string(), "8000"]);
@@ -561,8 +555,6 @@ fn flood(host: &Host, pid: u32) -> Child {
     python
 }
 
-/// A user who calls `TerminateClient` all the time delays neither the restart of a control daemon that has ended, nor calls
-/// of root.
 #[test]
 fn a_flood_of_terminations_holds_up_neither_supervision_nor_root() {
     if !root_or_skip("a_flood_of_terminations_holds_up_neither_supervision_nor_root") {
@@ -602,9 +594,8 @@ fn a_flood_of_terminations_holds_up_neither_supervision_nor_root() {
     }
 }
 
-/// A control daemon that the next service does not need still has clients: the service lists these clients, and answers that
-/// no client is left only when no client of this control daemon is left. The service also asks a control daemon that the
-/// configuration no longer has.
+/// The next service has no use for this control daemon, or does not even know it from its state file. A request to end its
+/// client's GPU work must still reach this control daemon.
 #[test]
 fn control_daemons_that_do_not_serve_as_planned_are_asked_too() {
     for forgotten in [false, true] {
@@ -650,8 +641,7 @@ fn a_control_daemon_that_hangs_holds_up_nobody_else() {
         command.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap()
     };
     let mut attempts = ways.map(attempt);
-    // The same loop handles reloads and requests to end GPU work. If the reload succeeds, these requests do not block the
-    // loop.
+    // One loop handles reloads and these requests. The reload is answered, so the pending requests do not block the loop.
     assert!(scene.host.json(&["list"]).is_some());
     succeeded(&scene.host.mpsctl(&["reload"]));
     let pending =
@@ -660,8 +650,8 @@ fn a_control_daemon_that_hangs_holds_up_nobody_else() {
     for attempt in attempts {
         let (status, said) = ended(attempt);
         assert_eq!(status, Some(1), "{said}");
-        // Commands to one control daemon wait for each other, each up to 5 s, and the supervisor of the control daemon sends
-        // commands too. So the last command may time out before it is sent.
+        // Commands to a control daemon are sent one at a time, each with a limit of 5 s, and its supervisor sends commands too.
+        // So the last request may time out before its command is sent.
         let silent =
             ["did not answer `get_server_list` within 5 s", "did not get its turn at the control daemon"];
         assert!(silent.iter().any(|reason| said.contains(reason)), "{said}");
@@ -692,7 +682,7 @@ fn run_finds_all_that_the_command_has_started() {
     for script in [
         "trap 'echo signalled; exit 9' TERM; cuda-client long 600; while :; do sleep 0.01; done",
         "trap 'echo signalled; exit 9' TERM; setsid -w cuda-client long 600; while :; do sleep 0.01; done",
-        // The subshell that has started the client ends at once, so the client's parent is no process of the command.
+        // The subshell ends at once. So the client's parent is no longer a process of the command.
         "trap 'echo signalled; exit 9' TERM; (cuda-client long 600 &); while :; do sleep 0.01; done",
     ] {
         for _ in 0..ROUNDS {
@@ -706,7 +696,7 @@ fn run_finds_all_that_the_command_has_started() {
                 "{script}: {said}"
             );
             assert_eq!(status, Some(9), "{script}: {said}");
-            // If the client is in the command's process group, the signal may end the client before it prints its last line.
+            // A client in the process group of the command gets the signal too, which may end the client before its last line.
             // `setsid` starts the client in another process group.
             assert!(said.contains(TERMINATED) || !script.contains("setsid"), "{script}: {said}");
             assert!(scene.bystander_survives(), "{script}");
@@ -714,10 +704,9 @@ fn run_finds_all_that_the_command_has_started() {
     }
 }
 
-/// A program name that the kernel cuts inside a character, so that /proc/PID/stat and /proc/PID/status are not valid UTF-8.
+/// The kernel cuts this name inside a character. So /proc/PID/stat and /proc/PID/status of the program are not valid UTF-8.
 const CUT_NAME: &str = "x训练任务模型";
 
-/// Makes a link with the name `CUT_NAME` to a program of the host.
 fn under_cut_name(host: &Host, program: &Path) -> String {
     let named = host.path(CUT_NAME);
     std::os::unix::fs::symlink(program, &named).unwrap();
@@ -744,8 +733,8 @@ fn run_knows_a_client_by_any_name() {
     }
 }
 
-/// `run` passes SIGUSR1 on to a command with a handler for it, which goes on, even if the name of the command is cut inside a
-/// character.
+/// SIGUSR1 reaches a command that handles it, and the command runs on. A name that is cut inside a character must not prevent
+/// this.
 #[test]
 fn run_passes_a_users_signal_on_by_any_name() {
     const SCRIPT: &str = "trap 'echo told' USR1; cuda-client long 600 & while :; do sleep 0.01; done";
@@ -781,15 +770,14 @@ fn run_passes_signals_on_when_the_daemon_does_not_answer() {
         run
     };
     let mut scene = Neighbours::new();
-    // The service hangs. If the service does not answer, `run` waits 5 s for it before it passes a signal on to the command.
+    // The service hangs. `run` waits 5 s for its answer, and then passes the signal on.
     let run = started(&scene, one);
     signal_pid(scene.host.pid(), Signal::STOP);
     signal_pid(run.id(), Signal::INT);
     let (status, said) = ended(run);
     assert_eq!(status, Some(7), "{said}");
     assert!(said.contains(&format!("{WARNING}the GPU work did not end within 5 s")), "{said}");
-    // When `run` gets a second signal, it passes both signals on at once. The order in which the command gets the two signals
-    // is not guaranteed.
+    // After a second signal, `run` passes both signals on at once. The command may get them in any order.
     signal_pid(scene.host.pid(), Signal::CONT);
     let run = started(&scene, both);
     signal_pid(scene.host.pid(), Signal::STOP);
@@ -798,7 +786,7 @@ fn run_passes_signals_on_when_the_daemon_does_not_answer() {
     let (status, said) = ended(run);
     assert_eq!(status, Some(7), "{said}");
     assert!(said.contains("TERM") && !said.contains(WARNING), "{said}");
-    // From this line on, the service does not run.
+    // Now the service does not run at all.
     signal_pid(scene.host.pid(), Signal::CONT);
     let run = started(&scene, one);
     scene.host.signal(Signal::KILL);
@@ -826,14 +814,13 @@ fn run_leaves_ignored_signals_ignored() {
     assert_eq!(mask & 1, 1, "SIGHUP reaches the command: {said}");
 }
 
-/// A terminal with a program in its foreground. Bytes that a test writes to `keyboard` are typed on the terminal.
+/// A terminal with a foreground program. A test types by writing to `keyboard`.
 struct Terminal {
     python: Child,
     keyboard: ChildStdin,
 }
 
 impl Terminal {
-    /// Starts a command on a terminal with `yunion-mpsctl run` on slice 1.
     fn run(scene: &Neighbours, command: &[&str]) -> Self {
         let program =
             "import os, pty, sys\nsys.exit(os.waitstatus_to_exitcode(pty.spawn(sys.argv[1:])) & 255)";
@@ -852,7 +839,7 @@ impl Terminal {
         self.keyboard.write_all(keys.as_bytes()).unwrap();
     }
 
-    /// Waits until yunion-mpsctl runs in the foreground of the terminal, and returns its PID.
+    /// Waits until yunion-mpsctl is the foreground program, and returns its PID.
     fn foreground(&self) -> u32 {
         let python = self.python.id();
         wait_for("a program on the terminal", || {
@@ -862,8 +849,7 @@ impl Terminal {
     }
 
     fn ended(self) -> (Option<i32>, String) {
-        // The input of the terminal stays open until the program on the terminal has ended: closing the input would end the
-        // program.
+        // The end of the terminal's input would end the program. So the input stays open until the program has ended.
         let Self { python, keyboard } = self;
         let ended = ended(python);
         drop(keyboard);

@@ -1,4 +1,4 @@
-//! Tests of configuration changes while the service runs.
+//! Tests of reloads of the configuration while the service runs.
 
 use std::thread::sleep;
 use std::time::Duration;
@@ -16,7 +16,6 @@ use crate::support::wait::wait_for;
 
 const ENTRY: &str = "path: /dev/dri/renderD128, type: NVIDIA_MPS, virtual_number:";
 
-/// The number of reloads of the configuration in the events of a status.
 fn reloads(status: &Value) -> usize {
     let events = status["events"].as_array().unwrap();
     events.iter().filter(|event| event["text"] == "configuration reloaded").count()
@@ -26,8 +25,6 @@ fn generation(status: &Value) -> u64 {
     status["service"]["generation"].as_u64().unwrap()
 }
 
-/// A reload adds slices: the service lists the new slices, a D-Bus signal reports them, and the list of slices is never
-/// incomplete during the reload.
 #[test]
 fn more_slices() {
     let mut host = Host::serving("tesla-p40");
@@ -39,7 +36,7 @@ fn more_slices() {
     let after = wait_for("six slices that are healthy", || {
         let devices = host.list();
         assert!(devices.len() == 4 || devices.len() == 6, "{} devices", devices.len());
-        // The new slices are listed before the control daemon has their limits, so the test waits for the limits too.
+        // The service lists the new slices before the control daemon has the new limits. So the test waits for both.
         let in_force =
             host.front_end(&host.path("mps/pipe"), "get_default_active_thread_percentage") == "16.0\n";
         let done = in_force && devices.len() == 6 && devices.iter().all(|device| device["healthy"] == true);
@@ -59,14 +56,13 @@ fn more_slices() {
     assert_eq!(host.stop().code(), Some(0));
 }
 
-/// The memory in MiB that a CUDA context takes of this slice, by the slice's thread percentage.
+/// Returns the memory in MiB that a CUDA context takes in this slice. It depends on the slice's thread percentage.
 fn context_mib(slice: &Value) -> u64 {
     32 + 7 * slice["mps_thread_percentage"].as_u64().unwrap()
 }
 
-/// An entry of the device file sets the memory of its slices: the service publishes the limit and puts it in force, a client
-/// can't have more memory, and the service refuses a sum beyond the memory of the GPU with the name of the key, without
-/// changing anything.
+/// The key `memory` sets the memory of the slices of an entry. The service publishes this limit and sets it in the control
+/// daemon. It refuses a sum beyond the GPU's memory, names the key, and changes nothing.
 fn the_memory_of_slices_is_as_written(topology: Topology) {
     let mut host = Host::serving_as(topology, "h200");
     let client = host.client();
@@ -109,9 +105,9 @@ fn the_memory_of_slices_is_as_written(topology: Topology) {
     assert_eq!(host.stop().code(), Some(0));
 }
 
-/// Slices of one GPU have different sizes: the service publishes each slice with its own size, sets the limits in the slice's
-/// environment to this size, and compares the memory of its clients with it. If each slice has its own control daemon, the
-/// control daemon enforces the size.
+/// The slices of a GPU have different sizes. The service publishes each size, writes it into the slice's environment, and
+/// compares the memory of the slice's clients with it. With a control daemon for each slice, the control daemon enforces the
+/// size too.
 fn slices_have_sizes_of_their_own(topology: Topology) {
     let mut host = Host::with_topology(topology, "h200");
     let sizes =
@@ -145,7 +141,7 @@ fn slices_have_sizes_of_their_own(topology: Topology) {
     assert_eq!((of_slices.as_slice(), is_loose), (&most[..], loose));
     assert_eq!(host.front_end(&host.private(), "get_default_device_pinned_mem_limit 0"), default);
 
-    // Four clients are one more than the second slice may have. The third slice may have four clients.
+    // The second slice may have three clients, and the third may have more than four.
     let clients: Vec<Client> = (0..4).map(|_| host.client_of("00:06.0-1")).collect();
     let others: Vec<Client> = (0..4).map(|_| host.client_of("00:06.0-2")).collect();
     wait_for("overuse of the second slice alone", || {
@@ -154,7 +150,6 @@ fn slices_have_sizes_of_their_own(topology: Topology) {
     });
     drop((clients, others));
 
-    // The sizes in the device file change, and `check` shows the differences from the slices that the service serves.
     host.devices(&[&format!(
         "path: /dev/dri/renderD128, type: NVIDIA_MPS, {}",
         sizes.replace("20GiB", "10GiB")
@@ -172,8 +167,8 @@ fn slices_have_sizes_of_their_own(topology: Topology) {
 
 in_both_topologies! { the_memory_of_slices_is_as_written, slices_have_sizes_of_their_own }
 
-/// While the slices of one GPU of eight change, all signals of the service on D-Bus are about this GPU. The slices of the
-/// other GPUs stay healthy, the service stays ready, and the call of Reload returns when the new limits are in force.
+/// A reload changes the slices of one GPU of eight. The other GPUs' slices stay healthy, and the service stays ready. Reload
+/// returns when the new limits are in force.
 #[test]
 fn only_the_gpu_that_changes_is_said_to_change() {
     let entries = |last: u32| -> Vec<String> {
@@ -195,8 +190,8 @@ fn only_the_gpu_that_changes_is_said_to_change() {
     assert_eq!(others.len(), 56);
     let listener = Listener::start(&host);
 
-    // With 7 slices on the last GPU the control daemon's default limits grow, with 8 slices they are as before, and with 9
-    // slices they do not change.
+    // The change to 7 slices raises the control daemon's default limits, which are those of the largest slice. The change to 8
+    // lowers them again, and the change to 9 does not affect them.
     for slices in [7, 8, 9] {
         configure(&host, slices);
         let reloaded = host.call("Control.Reload");
@@ -209,7 +204,8 @@ fn only_the_gpu_that_changes_is_said_to_change() {
         listener.wait_for(&format!("DevicesChanged {}", text(&reloaded).trim()));
     }
     let heard = listener.heard();
-    // While a default limit of the control daemon is above the limit of a slice, the slice gets a warning and stays healthy.
+    // While the control daemon's default limit is above the limit of a slice, the slice shows a warning. The slice stays
+    // healthy.
     let of_others = |line: &&str| {
         let is_in = |other: &String| {
             line.starts_with(&format!("/io/yunion/Mps1/devices/_{}:", other.replace([':', '.', '-'], "_")))
@@ -224,8 +220,8 @@ fn only_the_gpu_that_changes_is_said_to_change() {
     assert_eq!(host.stop().code(), Some(0));
 }
 
-/// With a control daemon for each GPU, no signal is about the GPUs that do not change. The service sends two signals about a
-/// slice of the GPU that changes: when the slice has new limits, and when the new limits are in force.
+/// With a control daemon for each GPU, a change of one GPU causes no signal for the others. For a slice of the changed GPU, the
+/// service sends a signal for the new limits, and a second one when they are in force.
 #[test]
 fn a_control_daemon_of_its_own_keeps_a_change_to_its_gpu() {
     let entry = |gpu: u32, slices: u32| {
@@ -259,7 +255,6 @@ fn a_control_daemon_of_its_own_keeps_a_change_to_its_gpu() {
     assert_eq!(host.stop().code(), Some(0));
 }
 
-/// The service lists new slices before their control daemon serves.
 #[test]
 fn new_slices_are_listed_while_the_control_daemon_restarts() {
     let host = Host::serving("tesla-p40");
@@ -278,8 +273,7 @@ fn new_slices_are_listed_while_the_control_daemon_restarts() {
     assert_eq!(host.list().len(), 2);
 }
 
-/// A reload of a configuration with the same meaning, or with changes that concern no control daemon, restarts no control
-/// daemon.
+/// A reload without a change, or with a change that concerns no control daemon, restarts no control daemon.
 #[test]
 fn nothing_new_disturbs_nobody() {
     let mut host = Host::serving("tesla-p40");
@@ -298,8 +292,8 @@ fn nothing_new_disturbs_nobody() {
     assert_eq!(host.stop().code(), Some(0));
 }
 
-/// A reload of a bad configuration changes nothing. The caller gets the error, and the status shows it until the
-/// configuration is corrected.
+/// A reload of a wrong configuration changes nothing. The caller gets the error, and the status shows it until the
+/// configuration is correct.
 #[test]
 fn a_bad_configuration_changes_nothing() {
     let mut host = Host::serving("tesla-p40");
@@ -326,7 +320,7 @@ fn a_bad_configuration_changes_nothing() {
         let status = host.wait_for_state("ready");
         assert_eq!(control_pid(&status), control_pid(&before));
     }
-    // The device file has no syntax error, but names a GPU that the host does not have.
+    // The syntax of the device file is correct, but the host does not have this GPU.
     host.devices(&["path: /dev/dri/renderD200, type: NVIDIA_MPS, virtual_number: 4"]);
     let said = text(&host.call("Control.Reload"));
     assert!(said.contains("InvalidConfig") && said.contains("host_container_device.yml:2"), "{said}");
@@ -335,8 +329,8 @@ fn a_bad_configuration_changes_nothing() {
     assert_eq!(host.stop().code(), Some(0));
 }
 
-/// A typing error in the type of the only entry leaves the device file without an entry for MPS: the service must not serve
-/// all GPUs then, as it does without entries.
+/// A mistyped type makes the only entry invalid. Without a valid entry the service would serve all GPUs, so it must refuse this
+/// file.
 #[test]
 fn a_typing_error_in_a_type_takes_no_gpu() {
     let mut host = Host::new("h200x8");
@@ -381,7 +375,7 @@ fn a_typing_error_in_a_type_takes_no_gpu() {
         let checked = host.check();
         assert_eq!(checked.status.code(), Some(78), "{wrong}: {}", text(&checked));
     }
-    // Like the platform's host agent, the service accepts keys in capitals and YAML merge keys in the device file.
+    // The platform's host agent accepts keys in capitals and YAML merge keys. So the service does too.
     for same in [
         entry.replace("type", "TYPE").replace("path", "PATH").replace("devices", "DEVICES"),
         "ours: &ours\n  type: NVIDIA_MPS\n  virtual_number: 4\ndevices:\n- path: /dev/dri/renderD131\n  <<: *ours\n"
@@ -400,8 +394,6 @@ fn a_typing_error_in_a_type_takes_no_gpu() {
     assert_eq!(host.stop().code(), Some(0));
 }
 
-/// MPS is disabled and enabled again: while it is disabled, no control daemon runs and all GPUs have their former compute
-/// modes.
 #[test]
 fn switched_off_and_on_again() {
     let mut host = Host::serving("h200");
@@ -422,7 +414,6 @@ fn switched_off_and_on_again() {
     assert_eq!(host.compute_mode(0), "Default");
 }
 
-/// A service that starts with MPS disabled goes on running, changes nothing, and can be enabled.
 #[test]
 fn switched_off_from_the_start() {
     let mut host = Host::new("tesla-p40");
@@ -436,7 +427,6 @@ fn switched_off_from_the_start() {
     assert_eq!(host.stop().code(), Some(0));
 }
 
-/// A GPU that was lost at the start and is back is served after a reload.
 #[test]
 fn a_gpu_that_came_back_is_served_after_a_reload() {
     let mut host = Host::new("h200x8");
@@ -450,8 +440,8 @@ fn a_gpu_that_came_back_is_served_after_a_reload() {
     assert_eq!(host.stop().code(), Some(0));
 }
 
-/// One call to NVML fails during a reload, so the service refuses the reload: it goes on using the driver, and serves the
-/// GPUs as before, no matter which control daemon ends later.
+/// A call of NVML fails during a reload. The service refuses the reload and still uses the driver: it serves the GPUs as
+/// before, and can replace a control daemon that ends.
 #[test]
 fn a_reload_that_nvml_fails_takes_the_driver_from_nobody() {
     let mut host = Host::serving("h200x8");
@@ -462,7 +452,7 @@ fn a_reload_that_nvml_fails_takes_the_driver_from_nobody() {
     assert!(said.contains("the driver can't list its GPUs"), "{said}");
     let status = host.wait_for_state("degraded");
     assert_eq!(status["service"]["driver_version"], before["service"]["driver_version"]);
-    // The service needs the driver to start a control daemon, since it sets the compute modes and checks each GPU first.
+    // To start a control daemon, the service needs the driver, by which it sets the compute modes and checks each GPU.
     signal_pid(control_pid(&before), Signal::KILL);
     host.wait_for_status("another control daemon that serves", |status| {
         let control_daemon = control_daemon(status);
@@ -476,7 +466,6 @@ fn a_reload_that_nvml_fails_takes_the_driver_from_nobody() {
     assert_eq!(host.compute_mode(0), "Default");
 }
 
-/// If one GPU hangs during a reload, only this GPU is not served.
 #[test]
 fn a_reload_while_a_gpu_hangs_serves_the_others() {
     let mut host = Host::serving("h200x8");
@@ -492,8 +481,6 @@ fn a_reload_while_a_gpu_hangs_serves_the_others() {
     assert_eq!(host.stop().code(), Some(0));
 }
 
-/// A reload changes the topology: a control daemon for each GPU replaces the control daemon of all GPUs, and later one
-/// control daemon of all GPUs replaces these.
 #[test]
 fn another_topology() {
     let mut host = Host::new("mixed");
@@ -514,8 +501,8 @@ fn another_topology() {
     host.nothing_runs();
 }
 
-/// A reload changes the topology while a client runs: the former control daemon runs until the client has ended, however
-/// often the service checks the control daemon, and the new control daemons wait for the GPUs.
+/// The topology changes while a client runs. The present control daemon serves the client to its end, and the new control
+/// daemons wait for the GPUs.
 #[test]
 fn another_topology_waits_for_clients() {
     let mut host = Host::serving("h200");
@@ -529,7 +516,7 @@ fn another_topology_waits_for_clients() {
         let reason = control_daemon(&status)["reason"].as_str().unwrap();
         assert!(reason.contains("no longer needed"), "{reason}");
         assert!(host.list().iter().all(|device| device["healthy"] == false));
-        // A reload makes the service check the host and the control daemons again.
+        // A reload causes a health check. The control daemon must survive each one.
         assert!(host.call("Control.Reload").status.success());
     }
     assert!(client.try_wait().unwrap().is_none());
@@ -542,8 +529,8 @@ fn another_topology_waits_for_clients() {
     assert_eq!(host.compute_mode(0), "Default");
 }
 
-/// A host.conf that an editor is just writing, or that was removed, has no setting for MPS. A missing setting must not end
-/// the GPU work of all tenants.
+/// A host.conf that was removed, or that an editor has not finished writing, has no `enable_cuda_mps`. The service must not
+/// take this for disabled MPS, which would end all GPU work.
 #[test]
 fn nobody_s_work_ends_for_want_of_a_word() {
     let mut host = Host::new("h200");
@@ -583,8 +570,8 @@ fn nobody_s_work_ends_for_want_of_a_word() {
     assert_eq!(host.stop().code(), Some(0));
 }
 
-/// MPS is disabled while the service does not run: the control daemons that the former service has left serve their clients
-/// to the end, and are ended by the next service.
+/// MPS is disabled while no service runs. The next service lets the control daemons serve their clients to the end, and then
+/// ends them.
 #[test]
 fn switched_off_between_two_services() {
     for forgotten in [false, true] {
@@ -598,8 +585,8 @@ fn switched_off_between_two_services() {
         } else {
             host.configure("enable_cuda_mps: false");
         }
-        // With MPS disabled, the service knows the former control daemon and the former compute modes only from its state
-        // file.
+        // With MPS disabled, the service has no plan. It knows the control daemons and the former compute modes only from its
+        // state file.
         host.start();
         host.wait_for_status("a control daemon that waits for its client", |status| {
             let reason = status["control_daemons"][0]["reason"].as_str().unwrap_or_default();
@@ -619,8 +606,8 @@ fn switched_off_between_two_services() {
     }
 }
 
-/// A second change of limits is made before the first change is complete: the service does not take lines of the log about
-/// the first change for a confirmation of the second change.
+/// Limits change a second time before the first change is complete. The service must not take log lines of the first change as
+/// a confirmation of the second.
 #[test]
 fn changes_that_follow_each_other_restart_nothing() {
     let mut host = Host::new("h200x8");
@@ -641,8 +628,7 @@ fn changes_that_follow_each_other_restart_nothing() {
     assert_eq!(host.stop().code(), Some(0));
 }
 
-/// If the service has no plan of control daemons, for example without a driver, a stop still ends the processes that an
-/// earlier service has left.
+/// Without a driver, the service has no plan. Its stop still ends the control daemons that an earlier service has left running.
 #[test]
 fn a_stop_without_a_plan_ends_what_runs() {
     let mut host = Host::serving("h200");
@@ -657,11 +643,10 @@ fn a_stop_without_a_plan_ends_what_runs() {
     host.nothing_runs();
 }
 
-/// The addresses of the first two GPUs of the board `h200x8`, each with an entry for the device file.
+/// The first two GPUs of the board `h200x8`: the address of each, and its entry in the device file.
 const A: (&str, &str) = ("1b:00.0", "path: /dev/dri/renderD128, type: NVIDIA_MPS, virtual_number: 4");
 const B: (&str, &str) = ("2d:00.0", "path: /dev/dri/renderD129, type: NVIDIA_MPS, virtual_number: 4");
 
-/// Writes a configuration with these GPUs and this topology, and reloads the service.
 fn reload(host: &Host, topology: &str, gpus: &[(&str, &str)]) {
     host.devices(&gpus.iter().map(|(_, entry)| *entry).collect::<Vec<_>>());
     host.configure(&format!("cuda_mps_topology: {topology}"));
@@ -669,7 +654,6 @@ fn reload(host: &Host, topology: &str, gpus: &[(&str, &str)]) {
     assert!(answer.status.success(), "{}", text(&answer));
 }
 
-/// A host with eight GPUs, of which the service serves one or both of the first two.
 fn serving(topology: &str, gpus: &[(&str, &str)]) -> Host {
     let mut host = Host::new("h200x8");
     host.devices(&gpus.iter().map(|(_, entry)| *entry).collect::<Vec<_>>());
@@ -679,14 +663,13 @@ fn serving(topology: &str, gpus: &[(&str, &str)]) -> Host {
     host
 }
 
-/// Starts a client of the first slice of a GPU, and waits until it is the only client of the host.
 fn client_of(host: &Host, gpu: (&str, &str)) -> Client {
     let client = Client::start(&mut host.program_of(&format!("{}-0", gpu.0), &["hold", "600"]));
     host.wait_for_only_client();
     client
 }
 
-/// Fails unless the client runs, the service lists no other client, and doctor finds no process that bypasses MPS.
+/// Fails unless the client runs, the service lists no other client, and the client counts as no bypass.
 fn nobody_bypasses(host: &Host, client: &mut Client) {
     assert!(client.try_wait().unwrap().is_none());
     let listed = host.busctl("ListClients");
@@ -697,15 +680,13 @@ fn nobody_bypasses(host: &Host, client: &mut Client) {
     assert!(!host.log().contains("is used without an MPS server of this service"), "{}", host.log());
 }
 
-/// The part of a status about a GPU.
 fn gpu_of<'s>(status: &'s Value, gpu: (&str, &str)) -> &'s Value {
     let gpus = status["gpus"].as_array().unwrap();
     gpus.iter().find(|one| one["addr"] == gpu.0).unwrap_or_else(|| panic!("no {} in {status:#}", gpu.0))
 }
 
-/// A new control daemon for all GPUs waits until the client of one GPU has ended. After that the control daemon starts once,
-/// with all GPUs. If the control daemon started without the GPU of the client, clients of the other GPUs could delay its
-/// restart with this GPU for ever.
+/// A new control daemon for both GPUs waits for the client of one GPU, and then starts with both. A start without this GPU
+/// would need a restart later, and clients of the other GPU could delay this restart forever.
 #[test]
 fn a_control_daemon_starts_once_with_all_its_gpus() {
     let mut host = serving("per_gpu", &[A, B]);
@@ -725,8 +706,8 @@ fn a_control_daemon_starts_once_with_all_its_gpus() {
     host.nothing_runs();
 }
 
-/// A GPU did not accept its compute mode when the control daemon started. As soon as the GPU accepts the mode, and the
-/// clients of the other GPUs have ended, the GPU is served like the others.
+/// A GPU refuses its compute mode when the control daemon starts, which then starts without it. The GPU joins when it accepts
+/// the mode and the control daemon has no clients.
 #[test]
 fn a_gpu_that_takes_its_compute_mode_later_joins() {
     let mut host = Host::new("h200x8");
@@ -749,8 +730,8 @@ fn a_gpu_that_takes_its_compute_mode_later_joins() {
     assert_eq!(host.stop().code(), Some(0));
 }
 
-/// The driver's call to set the compute mode of a GPU hangs when the GPU is removed from the configuration. Whenever the call
-/// sets the mode, the service restores the mode from before afterwards.
+/// The driver's call that sets a compute mode hangs, and meanwhile the GPU leaves the configuration. Whenever the call sets the
+/// mode, the service must restore the former mode afterwards.
 #[test]
 fn a_mode_that_is_set_late_is_put_back() {
     let mut host = Host::new("h200x8");
@@ -775,8 +756,8 @@ fn a_mode_that_is_set_late_is_put_back() {
     assert_eq!(host.compute_mode(1), "Default");
 }
 
-/// If an administrator disables MPS while a control daemon waits for the end of its clients, the answer says that the control
-/// daemon goes on waiting.
+/// MPS is disabled while a control daemon waits for its last clients. The answer says that the control daemon still waits for
+/// them.
 #[test]
 fn disabling_spares_the_clients_that_are_waited_for_and_says_so() {
     let mut host = serving("shared", &[A]);
@@ -803,8 +784,8 @@ fn disabling_spares_the_clients_that_are_waited_for_and_says_so() {
     host.nothing_runs();
 }
 
-/// If a stop can't take over a recorded control daemon, and so can't end it, the service does not restore the compute mode of
-/// the GPU: in the former mode, programs without MPS could use the GPU next to the clients of the control daemon.
+/// If a stop can't take a recorded control daemon over, it can't end it, and does not restore the compute mode of its GPU. In
+/// the former mode, programs without MPS could use the GPU beside that control daemon's clients.
 #[test]
 fn a_control_daemon_that_stays_keeps_its_compute_mode() {
     let mut host = Host::serving("h200");
@@ -812,8 +793,8 @@ fn a_control_daemon_that_stays_keeps_its_compute_mode() {
     host.signal(Signal::KILL);
     host.ended();
     signal_pid(former, Signal::KILL);
-    // The test starts a process without standard output: the service finds the log of a control daemon through its standard
-    // output, and so can't take this process over.
+    // The service finds the log of a control daemon through the standard output of its process. This process has none, so the
+    // service can't take it over.
     let mut shell = host.command("sh");
     shell.args(["-c", "exec sleep 600 >&-"]);
     let other = Client::start(&mut shell);
@@ -840,7 +821,7 @@ fn a_control_daemon_that_stays_keeps_its_compute_mode() {
     assert_eq!(host.compute_mode(0), "Exclusive_Process");
     let state: Value = serde_json::from_slice(&std::fs::read(&file).unwrap()).unwrap();
     assert_eq!(state["control_daemons"]["shared"]["process"]["pid"], other.id(), "{state:#}");
-    // After the end of the process that could not be taken over, the next service restores the compute mode.
+    // When this process has ended, the next service restores the compute mode.
     other.end();
     host.start();
     wait_for("the compute mode of before", || (host.compute_mode(0) == "Default").then_some(()));

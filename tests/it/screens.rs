@@ -1,6 +1,5 @@
-//! Compares the output of yunion-mpsctl on terminals of 80 and 120 columns with the recorded files in tests/golden
-//! (`support/golden.rs`). A simulated service on a private bus gives the recorded answers of a host (`golden.rs`), so that
-//! PIDs and times have the same widths in each run.
+//! Compares the tables of yunion-mpsctl for 80 and 120 columns with the files in tests/golden (`support/golden.rs`). The
+//! answers that `golden.rs` has recorded are played on a private bus, so PIDs and times have the same widths in each run.
 //!
 //!     UPDATE_GOLDEN=1 cargo test --test it screens::
 
@@ -20,7 +19,7 @@ use crate::support::bus::{PrivateBus, output};
 use crate::support::golden::{Golden, directory};
 use crate::support::screen::Screen;
 
-/// The name of each recorded file without its extension, and the arguments of yunion-mpsctl.
+/// The arguments of yunion-mpsctl for each recorded file, by the file's name without its extension.
 const SCREENS: &[(&str, &[&str])] = &[
     ("list", &["list"]),
     ("list-wide", &["list", "-o", "wide"]),
@@ -36,14 +35,13 @@ const SCREENS: &[(&str, &[&str])] = &[
     ("clients-wide", &["clients", "-o", "wide"]),
 ];
 
-/// The time of the recorded answers in seconds since 1970, and the age in seconds that the answers have on the screens.
+/// The time of the recorded answers in seconds since 1970, and their age in seconds on the screens.
 const RECORDED: i64 = 1_795_264_496;
 const AGO: i64 = 200;
 
-/// The beginning of the text of a fault event that a test adds to the recorded events.
 const FAULT: &str = "server 4712 met a fatal GPU error on device 0";
 
-/// The recorded answers of the service of a host, for playing them back on a bus.
+/// The recorded answers of a service, to be played on a bus.
 struct Played {
     devices: Vec<Map<String, Value>>,
     gpus: Vec<Map<String, Value>>,
@@ -58,7 +56,7 @@ impl Played {
         let now = i64::try_from(SystemTime::now().duration_since(UNIX_EPOCH).unwrap().as_secs()).unwrap();
         let file = |name: &str| -> Value {
             let text = fs::read_to_string(directory.join(name)).unwrap();
-            // The recorded answers have times in microseconds and times in seconds, which become times of the last minutes.
+            // The answers have times in microseconds and in seconds. Both become times of the last minutes.
             let text = text.replace(&format!("{RECORDED}000000"), &format!("{}000000", now - AGO));
             serde_json::from_str(&text.replace(&RECORDED.to_string(), &(now - AGO).to_string())).unwrap()
         };
@@ -71,7 +69,7 @@ impl Played {
         }
     }
 
-    /// The recorded host with a fault event that is followed by more events than `status` has lines for.
+    /// Adds a fault event, and after it more events than `status` has lines for.
     fn after_a_fault(mut self) -> Self {
         let events = self.status["events"].as_array_mut().unwrap();
         let at = events[0]["at"].clone();
@@ -215,8 +213,8 @@ async fn gb10() {
     board("gb10", &[""]).await;
 }
 
-/// `status` shortens its output to the height of the terminal, so that the state and the last fault stay on the screen: with
-/// 8 GPUs or long reasons it would have more lines.
+/// With 8 GPUs or with long reasons, `status` has more lines than the terminal. It shortens its output so that the state and
+/// the last fault stay on the screen.
 #[tokio::test]
 async fn the_state_and_the_last_fault_stay_on_the_terminal() {
     for host in ["tesla-p40", "h200", "h200/broken", "h200x8", "h200x8/broken", "mixed", "mixed/broken"] {
@@ -234,7 +232,6 @@ async fn the_state_and_the_last_fault_stay_on_the_terminal() {
     }
 }
 
-/// The outputs of yunion-mpsctl in the English and the Chinese README are recorded ones.
 #[test]
 fn the_readme_shows_recorded_screens() {
     let root = Path::new(env!("CARGO_MANIFEST_DIR"));
@@ -258,7 +255,6 @@ fn each_subcommand_stands_in_one_group_of_the_help() {
     assert_eq!(grouped, command.get_subcommands().map(clap::Command::get_name).collect::<Vec<_>>());
 }
 
-/// The help of every subcommand is the recorded help for 80 columns.
 #[tokio::test]
 async fn help() {
     let bus = PrivateBus::start();
@@ -288,7 +284,7 @@ async fn board(name: &str, hosts: &[&str]) {
     }
 }
 
-/// Runs yunion-mpsctl on a terminal of this width, and returns its output, which must fit into the width.
+/// Runs yunion-mpsctl for this width. Fails if a line of the output is wider.
 async fn screen(bus: &PrivateBus, arguments: &[&str], columns: usize) -> String {
     let times = Regex::new(r"(?-u:\b)2[0-9]{3}-[0-9]{2}-[0-9]{2}(\s+)[0-9]{2}:[0-9]{2}:[0-9]{2}").unwrap();
     let mut command = bus.command(mpsctl());

@@ -1,12 +1,10 @@
-//! The messages of the service to the service manager, and the moments at which the service sends them.
+//! Tests which notifications the service sends to systemd, and when.
 
 use rustix::process::Signal;
 
 use crate::support::host::Host;
 use crate::support::service_manager::ServiceManager;
 
-/// The service sends READY=1 only when the GPUs are ready, and sends its messages from the start to the stop in the right
-/// order.
 #[test]
 fn ready_is_said_when_it_is_true() {
     let mut host = Host::new("h200");
@@ -26,7 +24,7 @@ fn ready_is_said_when_it_is_true() {
     assert!(now > 0);
     assert_eq!(manager.next(), "READY=1");
 
-    // The messages about a reload end with READY=1 even if the service refuses the reload.
+    // After a reload, the service sends READY=1 even if it has refused the reload.
     host.configure("cuda_mps_replicas: none");
     host.signal(Signal::HUP);
     let heard = manager.until(|message| message == "READY=1");
@@ -43,7 +41,8 @@ fn ready_is_said_when_it_is_true() {
     assert_eq!(host.ended().code(), Some(0));
 }
 
-/// The service sends READY=1 only when it has its D-Bus name. Meanwhile the service sends the signs of life for the watchdog.
+/// The service sends READY=1 only after it has its name on the bus. Until then it still sends WATCHDOG=1. Otherwise systemd
+/// would end the service.
 #[test]
 fn ready_waits_for_the_bus() {
     let mut host = Host::new("tesla-p40");
@@ -52,7 +51,7 @@ fn ready_waits_for_the_bus() {
     host.set("WATCHDOG_USEC", "300000");
     host.start();
     let mut heard = manager.until(|message| message == "STATUS=ready: 4 slices on 1 of 1 GPUs");
-    // The service's main loop sends WATCHDOG=1. After two further of these messages the loop has run at least once since the
+    // The service's loop sends WATCHDOG=1. Two more of these messages prove that the loop has run at least once after the
     // status was ready.
     for _ in 0..2 {
         heard.extend(manager.until(|message| message == "WATCHDOG=1"));
@@ -62,15 +61,15 @@ fn ready_waits_for_the_bus() {
 
     host.restart_bus();
     manager.until(|message| message == "READY=1");
-    // From now on no program reads the messages of the service, and the service must go on nevertheless.
+    // The notifications now have no reader. The service must still work.
     drop(manager);
     let status = host.json(&["status"]).expect("READY=1 came before the name on the bus");
     assert_eq!(status["service"]["state"], "ready");
     assert_eq!(host.stop().code(), Some(0));
 }
 
-/// A service manager that does not read the service's messages does not delay the service, although the kernel stores only
-/// ten messages and would block the sender of the next one.
+/// The kernel stores only ten notifications, and would block the sender of the next. A service manager that reads none must not
+/// delay the service.
 #[test]
 fn a_service_manager_that_does_not_read_holds_nobody_up() {
     let mut host = Host::new("tesla-p40");
@@ -81,7 +80,7 @@ fn a_service_manager_that_does_not_read_holds_nobody_up() {
         let reloaded = host.call("Control.Reload");
         assert!(reloaded.status.success(), "{}", crate::support::host::text(&reloaded));
     }
-    // When the service manager reads again, the first message that it gets is about the last reload.
+    // The service manager now reads again. Its first notification is about the last reload.
     let heard = manager.until(|message| message.starts_with("STATUS=") || message == "READY=1");
     assert_eq!(heard.first().map(String::as_str), Some("RELOADING=1"), "{heard:?}");
     host.signal(Signal::TERM);
@@ -89,7 +88,7 @@ fn a_service_manager_that_does_not_read_holds_nobody_up() {
     assert_eq!(host.ended().code(), Some(0));
 }
 
-/// The service also sends READY=1 if no GPU can be served, since systemd would otherwise wait for the start in vain.
+/// The service sends READY=1 even if it can't serve any GPU. Otherwise systemd would wait for the start until its time limit.
 #[test]
 fn ready_is_said_even_without_a_driver() {
     let mut host = Host::new("tesla-p40");
@@ -101,8 +100,7 @@ fn ready_is_said_even_without_a_driver() {
     assert_eq!(host.stop().code(), Some(0));
 }
 
-/// Kills the service, and starts a service with another topology, which needs none of the control daemons that the former
-/// service has left.
+/// Kills the service, and starts another with a new topology. The control daemons that still run do not fit this topology.
 fn started_with_another_topology(host: &mut Host) -> ServiceManager {
     host.signal(Signal::KILL);
     host.ended();
@@ -112,9 +110,8 @@ fn started_with_another_topology(host: &mut Host) -> ServiceManager {
     manager
 }
 
-/// The next control daemon of a GPU may have to wait for days until the present clients of the GPU have ended. A start or a
-/// reload of the service does not wait for the end of clients: systemd would end a start that takes too long, again and
-/// again.
+/// The new control daemon may have to wait for days for the clients of the present one. A start or a reload must not wait for
+/// them, since systemd would end a start that takes too long, again and again.
 #[test]
 fn ready_does_not_wait_for_clients() {
     let mut host = Host::serving("h200");
@@ -141,8 +138,6 @@ fn ready_does_not_wait_for_clients() {
     assert_eq!(host.stop().code(), Some(0));
 }
 
-/// If a former control daemon has no clients, the service starts the next control daemon at once, and sends READY=1 when the
-/// next control daemon is ready.
 #[test]
 fn ready_waits_for_the_next_control_daemon() {
     let mut host = Host::serving("h200");
@@ -154,8 +149,8 @@ fn ready_waits_for_the_next_control_daemon() {
     assert_eq!(host.stop().code(), Some(0));
 }
 
-/// A control daemon does not inherit the service's environment variables for the service manager: with the socket it could
-/// send false messages, and from the watchdog's variables it would conclude that it must give signs of life.
+/// A control daemon must not inherit the service's variables for systemd. With the socket it could send false notifications,
+/// and the variables of the watchdog would tell it to send WATCHDOG=1.
 #[test]
 fn the_control_daemon_does_not_inherit_the_socket() {
     let mut host = Host::new("tesla-p40");

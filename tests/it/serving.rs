@@ -1,4 +1,4 @@
-//! The main purpose of the service, on every simulated board: it makes slices of GPUs from the two configuration files.
+//! Tests of the service's main purpose on every simulated board: it makes slices of GPUs from two configuration files.
 
 use std::collections::BTreeSet;
 use std::fs::{self, Permissions};
@@ -14,7 +14,6 @@ use crate::support::host::{
 };
 use crate::support::wait::wait_for;
 
-/// The value of an environment variable of a running process.
 fn variable(pid: u32, name: &str) -> String {
     let environment = fs::read(format!("/proc/{pid}/environ")).unwrap();
     let environment = String::from_utf8(environment).unwrap();
@@ -26,8 +25,8 @@ fn names(devices: &[Value]) -> Vec<&str> {
     devices.iter().map(|device| device["addr"].as_str().unwrap()).collect()
 }
 
-/// The service on the host of the Yunion platform's manual: it lists the rows that users of the platform see, changes the
-/// compute mode while it serves the GPU, and leaves no traces after a stop.
+/// Serves the host of the Yunion platform's manual, from start to stop. Users of the platform see the rows that the service
+/// lists. After the stop, nothing of the service is on the host.
 #[test]
 fn the_p40_is_served_the_whole_way() {
     let mut host = Host::new("tesla-p40");
@@ -35,14 +34,14 @@ fn the_p40_is_served_the_whole_way() {
     host.start();
     let status = host.wait_for_state("ready");
     assert_eq!(host.compute_mode(0), "Exclusive_Process");
-    // The control daemon of the board's driver has no multi-user mode.
+    // The driver of this board has no multi-user mode.
     assert_has(
         control_daemon(&status),
         &json!({"id": "shared", "state": "ready", "reason": "", "starts": 1, "multiuser": false}),
     );
 
-    // To learn which process listens on the socket, the service connects without sending anything. The control daemon
-    // complains about such a connection in its log.
+    // The service connects to the socket without a command, to learn which process listens there. The control daemon complains
+    // about this in its log. The service must not pass this complaint on.
     let log = fs::read_to_string(host.path("mps/log/control.log")).unwrap();
     assert!(log.contains("Unable to accept connection"), "{log}");
     assert!(!host.log().contains("WARN mps: "), "{}", host.log());
@@ -83,8 +82,8 @@ fn the_p40_is_served_the_whole_way() {
     assert!(host.json(&["list"]).is_none(), "devices are published though nobody serves them");
 }
 
-/// On a GPU that enforces limits, the service is ready only when a server has written the planned limits to its log. A client
-/// that is started with a slice has these limits.
+/// The GPU enforces limits. The service is ready only after a server has written the planned limits to its log, and a client of
+/// a slice has these limits.
 #[test]
 fn the_h200_is_ready_when_its_server_has_its_limits() {
     let mut host = Host::new("h200");
@@ -116,8 +115,6 @@ fn the_h200_is_ready_when_its_server_has_its_limits() {
     host.nothing_runs();
 }
 
-/// While no MPS server can start, the GPU is not served. As soon as a server can start again, the service serves the GPU
-/// without help.
 #[test]
 fn without_a_server_it_is_not_ready() {
     let mut host = Host::new("h200");
@@ -130,7 +127,6 @@ fn without_a_server_it_is_not_ready() {
     assert_eq!(host.stop().code(), Some(0));
 }
 
-/// If a server does not start, the last lines of the server and of its control daemon are in the status and in the journal.
 #[test]
 fn why_a_server_does_not_start_is_said() {
     const WORDS: [&str; 2] =
@@ -149,7 +145,7 @@ fn why_a_server_does_not_start_is_said() {
     host.wait_for_state("ready");
     assert_eq!(host.stop().code(), Some(0));
 
-    // On the board `tesla-p40` a server starts only with the first client.
+    // On this board, the service starts no server in advance. A server starts with the first client.
     let mut host = Host::serving("tesla-p40");
     host.plant("mps/fault/server-start-fails", WORDS[0]);
     let client = host.program(&["props"]).output().unwrap();
@@ -162,8 +158,8 @@ fn why_a_server_does_not_start_is_said() {
     assert_eq!(host.stop().code(), Some(0));
 }
 
-/// The fabric manager of a host with `NVSwitch` starts late, as at a boot: the status says so, the control daemon goes on,
-/// the pauses between attempts to start a server stay short, and the service logs no error.
+/// A host with `NVSwitch` needs the fabric manager, which may start late at a boot. Until then no server can start. The status
+/// says so, the pauses between attempts stay short, and the service logs no error.
 #[test]
 fn a_fabric_manager_that_comes_late_is_waited_for() {
     let mut host = Host::new("h200");
@@ -179,7 +175,7 @@ fn a_fabric_manager_that_comes_late_is_waited_for() {
         let logs = fs::read_to_string(host.path("mps/log/control.log")).unwrap_or_default();
         logs.matches("Starting new server").count()
     };
-    // If the pauses between the attempts to start a server doubled, the eighth attempt would come a minute later.
+    // If the pauses doubled, the eighth attempt would come after more than a minute.
     wait_for("the eighth attempt", || (starts(&host) >= 8).then_some(()));
     host.clear("mps/fault/server-start-fails");
     let status = host.wait_for_state("ready");
@@ -188,8 +184,8 @@ fn a_fabric_manager_that_comes_late_is_waited_for() {
     assert_eq!(host.stop().code(), Some(0));
 }
 
-/// After an incomplete upgrade of the driver, the program nvidia-cuda-mps-control fails as a front end, or can't be executed.
-/// The running control daemon may still work, so the service lets it run, with a client or without, and shows the reason.
+/// After an incomplete upgrade of the driver, a front end fails or can't be executed. The running control daemon may still
+/// work. So the service does not end it, with or without a client, and shows the reason.
 #[test]
 fn a_front_end_that_fails_says_nothing_of_the_control_daemon() {
     for with_client in [true, false] {
@@ -199,7 +195,7 @@ fn a_front_end_that_fails_says_nothing_of_the_control_daemon() {
         let [program, whole, new, runs] =
             ["nvidia-cuda-mps-control", "whole", "new", "runs"].map(|name| host.path("bin").join(name));
         fs::rename(&program, &whole).unwrap();
-        // The test replaces the program by a link to itself, which can't be executed.
+        // A link to itself takes the place of the front end. The kernel can't execute such a link.
         symlink("nvidia-cuda-mps-control", &program).unwrap();
         host.reload();
         let is_told = |words: &str| {
@@ -213,8 +209,8 @@ fn a_front_end_that_fails_says_nothing_of_the_control_daemon() {
         fs::set_permissions(&new, Permissions::from_mode(0o755)).unwrap();
         fs::rename(&new, &program).unwrap();
         is_told(" ended with exit status: 1");
-        // The service ends a control daemon that does not answer after fewer than eight attempts. So after eight attempts it
-        // is certain that the service lets this control daemon run.
+        // The service would end a control daemon without an answer after fewer than eight attempts. After eight attempts it is
+        // certain that this control daemon stays.
         let has_run = || fs::read_to_string(&runs).is_ok_and(|runs| runs.lines().count() >= 8);
         wait_for("the eighth look", || has_run().then_some(()));
         assert!(alive(before) && !host.log().contains("was removed"), "{}", host.log());
@@ -228,8 +224,8 @@ fn a_front_end_that_fails_says_nothing_of_the_control_daemon() {
     }
 }
 
-/// NVML of the drivers 535.43 to 535.86 writes longer records of processes: the service lists the clients, and does not
-/// crash.
+/// NVML of the drivers 535.43 to 535.86 writes longer records of processes. The service must still list the clients and must
+/// not crash.
 #[test]
 fn a_driver_with_longer_records_of_processes_is_understood() {
     let mut host = Host::new("h200");
@@ -244,7 +240,7 @@ fn a_driver_with_longer_records_of_processes_is_understood() {
             assert!(listed["memory_mib"].as_u64().is_some_and(|mib| mib > 0), "{listed:#}");
             assert_eq!(listed["bypass"], false);
         }
-        // The next service reads the processes of the GPU while the clients run.
+        // The next service reads the GPU's processes while clients run.
         host.signal(Signal::KILL);
         host.ended();
         host.start();
@@ -255,7 +251,6 @@ fn a_driver_with_longer_records_of_processes_is_understood() {
     assert_eq!(host.stop().code(), Some(0));
 }
 
-/// The list of clients has each client's PID, command, slice and memory.
 #[test]
 fn clients_are_listed_with_their_slices() {
     let mut host = Host::serving("h200");
@@ -271,14 +266,14 @@ fn clients_are_listed_with_their_slices() {
     let pid = u32::try_from(client["pid"].as_u64().unwrap()).unwrap();
     let command = fs::read_to_string(format!("/proc/{pid}/cmdline")).unwrap();
     assert!(command.ends_with("cuda-client\0hold\x00600\0"), "{command:?}");
-    // The simulated driver writes `client MIB START` into a file for each client.
+    // The simulated driver has a file for each client, with the text `client MIB START`.
     let entry = fs::read_to_string(host.path(&format!("gpus/0/processes/{pid}"))).unwrap();
     let memory: u64 = entry.split(' ').nth(1).unwrap().parse().unwrap();
     assert_eq!(client["memory_mib"], memory);
 
     signal_pid(run.id(), Signal::TERM);
     // `run` ends the GPU work before it passes the signal on. The program exits after CUDA error 810, or by the signal if the
-    // signal is faster.
+    // signal comes first.
     let status = run.wait().unwrap().code();
     assert!([Some(4), Some(128 + Signal::TERM.as_raw())].contains(&status), "{status:?}");
     assert!(!alive(pid));
@@ -286,8 +281,6 @@ fn clients_are_listed_with_their_slices() {
     assert_eq!(host.stop().code(), Some(0));
 }
 
-/// With a control daemon for each GPU, each control daemon has its own directories and limits, and a stop ends all control
-/// daemons.
 #[test]
 fn one_control_daemon_for_each_of_eight_gpus() {
     let mut host = Host::new("h200x8");
@@ -331,8 +324,8 @@ fn one_control_daemon_for_each_of_eight_gpus() {
     }
 }
 
-/// The Yunion platform names a GPU by its PCI address without the domain. A configuration entry with such an address means
-/// the only GPU that has the address in any domain.
+/// The Yunion platform names a GPU by its PCI address without the domain. Such an entry means the only GPU with this address in
+/// any domain.
 #[test]
 fn a_gpu_in_another_domain_is_found_without_it() {
     let mut host = Host::new("mixed");
@@ -348,8 +341,8 @@ fn a_gpu_in_another_domain_is_found_without_it() {
     assert_eq!(host.stop().code(), Some(0));
 }
 
-/// On a host with all kinds of GPUs, the status gives a reason for each GPU that can't be served, the other GPUs are served,
-/// and graphics cards of other vendors are ignored.
+/// On a host with all kinds of GPUs, the status has a reason for each GPU that can't be served. The service serves the other
+/// GPUs, and ignores graphics cards of other vendors.
 #[test]
 fn a_mixed_host_serves_what_it_can() {
     let mut host = Host::new("mixed");
@@ -372,7 +365,7 @@ fn a_mixed_host_serves_what_it_can() {
         };
         assert_has(device, &golden);
     }
-    // A container with a slice of a GPU in MIG mode would find no GPU, so `env` refuses the slice.
+    // A container with a slice of a GPU in MIG mode would find no GPU. So `env` refuses the slice.
     let refused = host.mpsctl(&["env", "3b:00.0-0", "5e:00.0-0"]);
     let said = text(&refused);
     assert!(
@@ -381,15 +374,14 @@ fn a_mixed_host_serves_what_it_can() {
     );
     let modes: Vec<String> = (0..3).map(|gpu| host.compute_mode(gpu)).collect();
     assert_eq!(modes, ["Exclusive_Process", "Default", "Exclusive_Process"]);
-    // A server that can't open one of its GPUs does not start. So the service starts the control daemon without the GPU in
-    // MIG mode.
+    // A server that can't open one of its GPUs does not start. So the control daemon starts without the GPU in MIG mode.
     assert_eq!(
         variable(control_pid(&status), "CUDA_VISIBLE_DEVICES"),
         "GPU-5b1c9d3e-7a42-4f80-9e16-c3d8a7b20f41,GPU-84d6e0b7-c15f-4a29-bd38-2f7193ca5e60"
     );
     let pipe: PathBuf = host.path("mps/pipe");
-    // The control daemon's memory limit for every device ordinal is that of the largest slice: for a client that sees only
-    // one GPU, any GPU may have ordinal 0.
+    // For a client that sees one GPU only, any GPU may have the ordinal 0. So the default limit of every ordinal is that of the
+    // largest slice.
     assert_eq!(host.front_end(&pipe, "get_default_device_pinned_mem_limit 0"), "35G\n");
     assert_eq!(host.front_end(&pipe, "get_default_device_pinned_mem_limit 1"), "35G\n");
 
@@ -397,7 +389,7 @@ fn a_mixed_host_serves_what_it_can() {
     host.nothing_runs();
 }
 
-/// Several slices of one GPU in one request count as one slice. The service says so in the journal once, and not for each
+/// Several slices of one GPU in a request count as one slice. The service writes this to the journal once, and not for each
 /// request.
 #[test]
 fn slices_of_one_gpu_given_together_are_in_the_journal_once() {
@@ -423,8 +415,8 @@ fn slices_of_one_gpu_given_together_are_in_the_journal_once() {
     assert_eq!(host.stop().code(), Some(0));
 }
 
-/// The control daemons of newer drivers also have a protocol with other commands. The service's commands use protocol 2, no
-/// matter which protocol its environment names, and an MPS partition in the environment applies only to clients.
+/// Newer control daemons have several protocols with different commands. The service uses commands of protocol 2, whatever its
+/// environment says. An MPS partition in its environment must not affect the control daemon.
 #[test]
 fn the_protocol_is_the_protocol_of_the_commands() {
     let mut host = Host::new("h200");

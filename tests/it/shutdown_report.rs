@@ -1,5 +1,5 @@
-//! Before the service ends control daemons with their clients, it names the clients: in the journal, in the status
-//! line and in an event.
+//! Tests the shutdown report. Before the service ends a control daemon, it names the clients that lose their work in the
+//! journal, in the unit's status line and in an event.
 
 use std::time::Instant;
 
@@ -12,8 +12,8 @@ use crate::support::service_manager::ServiceManager;
 use crate::support::skip::{root_or_skip, skip};
 use crate::support::wait::wait_for;
 
-/// Fails unless exactly one line of the service's log has this text, as a warning, before the line about the end of the
-/// control daemon.
+/// Fails unless the log has exactly one line with this text. The line must be a warning, and must come before the line about
+/// the control daemon's end.
 fn assert_warned(host: &Host, expected: &str, control_daemon: u32) {
     let log = host.log();
     let lines: Vec<&str> = log.lines().collect();
@@ -30,7 +30,7 @@ fn assert_warned(host: &Host, expected: &str, control_daemon: u32) {
     assert!(places[0] < end, "{log}");
 }
 
-/// Starts a host whose service ends control daemons after a quit timeout of 1 s instead of the default of 10 s.
+/// Starts a host whose service ends a control daemon 1 s after `quit`, instead of 10 s.
 fn serving_with_a_short_end() -> Host {
     let mut host = Host::new("h200");
     host.configure("cuda_mps_quit_timeout: 1");
@@ -73,8 +73,8 @@ fn the_stop_names_the_clients() {
     drop((one, two));
 }
 
-/// If another program kills a control daemon, its clients lose their GPU work, and the service names them. Lines of the
-/// control daemon's log do not explain such an end.
+/// When another program kills a control daemon, the service names the clients that have lost their work. The control daemon's
+/// log does not explain such an end.
 #[test]
 fn the_end_of_a_control_daemon_names_the_clients() {
     let mut host = Host::new("h200");
@@ -129,13 +129,13 @@ fn without_clients_nothing_is_said() {
     assert!(!host.log().contains("ends the work of"), "{}", host.log());
 }
 
-/// A restart of the service ends no client, so the service names no client.
+/// A restart of the service ends no client. So the service names none.
 #[test]
 fn clients_that_carry_on_are_not_named() {
     let mut host = Host::serving("h200");
     host.wait_for_state("ready");
     let client = host.client_of("00:06.0-1");
-    // No change waits to be applied, so `apply --force` ends no client.
+    // No change waits for clients, so `apply --force` has nothing to end.
     assert!(host.mpsctl(&["apply", "--force"]).status.success());
     host.configure("log_level: debug");
     assert!(host.call("Control.Reload").status.success());
@@ -168,7 +168,7 @@ fn a_forced_change_names_the_clients() {
     let applied = host.mpsctl(&["apply", "--force"]);
     assert!(applied.status.success(), "{}", text(&applied));
     manager.until(|message| message.starts_with("STATUS=") && message.ends_with(&expected));
-    // The report about ended clients disappears from the status line when the clients have ended.
+    // When the named clients have ended, the status line does not name them any more.
     manager.until(|message| message == "STATUS=ready: 4 slices on 1 of 1 GPUs");
     let status = host.wait_for_state("ready");
     let events = status["events"].as_array().unwrap();
@@ -200,14 +200,14 @@ fn a_configuration_that_disables_names_the_clients() {
         status["control_daemons"].as_array().unwrap().is_empty()
     });
     assert_warned(&host, &expected, control_daemon);
-    // After a reload the service does not name the ended clients a second time.
+    // A later reload does not report the same clients again.
     assert!(host.call("Control.Reload").status.success());
     assert_warned(&host, &expected, control_daemon);
     drop(client);
     assert_eq!(host.stop().code(), Some(0));
 }
 
-/// The service names the clients without asking the control daemon, since a control daemon that hangs would never answer.
+/// The service names the clients of a control daemon that hangs. It must not ask that control daemon, which would never answer.
 #[test]
 fn the_clients_of_a_control_daemon_that_hangs_are_named() {
     let mut host = Host::new("h200");
@@ -226,8 +226,7 @@ fn the_clients_of_a_control_daemon_that_hangs_are_named() {
     host.nothing_runs();
 }
 
-/// A service that finds no driver takes no control daemon over, but a stop of the service ends the control daemon
-/// nevertheless.
+/// Without a driver, the service takes no control daemon over. Its stop still ends the control daemon and names the clients.
 #[test]
 fn the_clients_of_a_control_daemon_that_was_not_taken_over_are_named() {
     let mut host = serving_with_a_short_end();

@@ -1,5 +1,5 @@
-//! `make test` counts the tests that are skipped, and with the variable `YUNION_MPS_SKIP_NOTHING` a test that would be
-//! skipped fails.
+//! Tests that `make test` counts skipped tests. With the variable `YUNION_MPS_SKIP_NOTHING`, a test that would be skipped
+//! fails.
 
 use std::fs;
 use std::process::Command;

@@ -1,5 +1,5 @@
-//! The directories of slices: a container that has only the directory of a slice is served with the limits of the slice,
-//! whatever happens to the control daemon.
+//! Tests of the directories of slices. A container with only the directory of its slice is served with the slice's limits, even
+//! if the control daemon is replaced.
 
 use std::fs;
 use std::io::{BufRead, BufReader, Write};
@@ -21,13 +21,13 @@ use crate::support::skip::{root_or_skip, skip};
 use crate::support::slice::{directory_of, files, inode, leads_to};
 use crate::support::wait::wait_for;
 
-/// The private directory of the only control daemon.
+/// The private directory of the only control daemon, which has the socket for commands.
 fn private(host: &Host) -> PathBuf {
     host.path("mps/pipe.private")
 }
 
-/// A shell in a mount namespace that sees a slice's directory at its path in a container, and no pipe directory. The shell
-/// starts a client for each line that it reads.
+/// A shell in its own mount namespace, which sees the directory of a slice as a container would, and no pipe directory. It
+/// starts a client for each line of its input.
 struct ContainerShell {
     shell: Child,
     input: ChildStdin,
@@ -48,7 +48,6 @@ impl ContainerShell {
         Self { shell, input, output: BufReader::new(output) }
     }
 
-    /// Runs a client with these arguments in the shell's mount namespace, and returns its output.
     fn run(&mut self, arguments: &str) -> String {
         writeln!(self.input, "{arguments}").unwrap();
         let mut all = String::new();
@@ -71,13 +70,11 @@ impl Drop for ContainerShell {
     }
 }
 
-/// Kills the control daemon, and waits until a new control daemon serves.
 fn another_control_daemon(host: &Host) {
     another_control_daemon_in(host, "ready");
 }
 
-/// Kills the control daemon, and waits until a new control daemon serves. The service is in the state `state` before and
-/// after.
+/// Kills the control daemon, and waits until another one serves. The service is in the state `state` before and after.
 fn another_control_daemon_in(host: &Host, state: &str) {
     let before = control_pid(&host.wait_for_state(state));
     signal_pid(before, Signal::KILL);
@@ -87,7 +84,7 @@ fn another_control_daemon_in(host: &Host, state: &str) {
     });
 }
 
-/// Makes the service replace the idle control daemon, by configuring another log directory.
+/// Makes the service replace the idle control daemon, by a change of the log directory.
 fn another_by_reload(host: &Host) {
     let status = host.wait_for_state("ready");
     let log = control_daemon(&status)["log_directory"].as_str().unwrap();
@@ -115,11 +112,11 @@ fn a_container_with_its_slices_directory_alone_is_served() {
     assert_eq!(host.stop().code(), Some(0));
 }
 
-/// Clients come all the time while control daemons are killed. If a client's slice was healthy before and after the client
-/// started, with the same control daemon, the control daemon has served the client.
+/// Clients start all the time while control daemons are replaced. If the slice has been healthy with the same control daemon
+/// before and after a client, that client must have been served.
 #[test]
 fn links_follow_control_daemons_under_a_stream_of_clients() {
-    // If the test fails, its loop that starts clients ends after this time.
+    // The loop that starts clients ends after this time even if the test fails.
     const LONGEST_STREAM: Duration = Duration::from_secs(300);
     let mut host = Host::serving("h200");
     let slice = host.list()[1]["addr"].as_str().unwrap().to_owned();
@@ -132,8 +129,8 @@ fn links_follow_control_daemons_under_a_stream_of_clients() {
         let is_it = |device: &&Value| device["addr"] == slice.as_str();
         let listed = host.json(&["list"])?;
         let healthy = listed.as_array()?.iter().find(is_it)?["healthy"] == true;
-        // The service removes the link to a control daemon that is about to end a moment before the status shows the end. So
-        // the test checks the link too.
+        // The service removes a link just before the status shows the end of its control daemon. So the test also reads the
+        // link.
         let leads = leads_to(&directory, &private);
         (healthy && leads && pid.is_u64()).then_some(pid)
     };
@@ -144,8 +141,8 @@ fn links_follow_control_daemons_under_a_stream_of_clients() {
                 if done.load(Ordering::Relaxed) || begun.elapsed() > LONGEST_STREAM {
                     break;
                 }
-                // The service replaces an idle control daemon only after two seconds without a new client, so the stream of
-                // clients pauses.
+                // The service replaces an idle control daemon only after two seconds without a new client. So the stream of
+                // clients must pause.
                 if number % 8 == 0 {
                     thread::sleep(Duration::from_millis(2500));
                 }
@@ -153,8 +150,8 @@ fn links_follow_control_daemons_under_a_stream_of_clients() {
                 let mut program = host.command("cuda-client");
                 let said = program.arg("props").envs(environment.iter().cloned()).output().unwrap();
                 let said = text(&said);
-                // The control daemon may have ended while the client ran, before the service has noticed its end. The test
-                // does not count such a client.
+                // The control daemon may have ended before the service has noticed it. The test does not count a client of that
+                // control daemon.
                 let pid = before.as_ref().and_then(Value::as_u64).and_then(|pid| u32::try_from(pid).ok());
                 let has_ended = pid.is_some_and(|pid| !alive(pid));
                 let cut_off = has_ended || said.contains("(805)") || said.contains("(806)");
@@ -164,8 +161,7 @@ fn links_follow_control_daemons_under_a_stream_of_clients() {
                 }
             }
         });
-        // The pause before the next start doubles with each killed control daemon, so the test kills only five control
-        // daemons.
+        // The pause before the next start doubles with each killed control daemon. So the test kills only five.
         for _ in 0..5 {
             for replace in [another_control_daemon, another_by_reload] {
                 let so_far = served.load(Ordering::Relaxed);
@@ -180,7 +176,6 @@ fn links_follow_control_daemons_under_a_stream_of_clients() {
     assert_eq!(host.stop().code(), Some(0));
 }
 
-/// A host with a service that may not set the immutable flag of directories.
 fn serving_without_the_flag() -> Host {
     let mut host = Host::new("h200");
     host.start_without_the_flag();
@@ -188,12 +183,12 @@ fn serving_without_the_flag() -> Host {
     host
 }
 
-/// Makes the service run its health check at once, by a reload.
+/// Causes a health check, by a reload.
 fn check(host: &Host) {
     assert!(host.call("Control.Reload").status.success());
 }
 
-/// The directories that the service protects with the immutable flag.
+/// The directories that the service protects by the immutable flag.
 fn kept(host: &Host) -> Vec<PathBuf> {
     let pipe = host.path("mps/pipe");
     let slices = host.list();
@@ -201,15 +196,14 @@ fn kept(host: &Host) -> Vec<PathBuf> {
     slices.chain([pipe.join("slices"), pipe]).collect()
 }
 
-/// Returns for each directory if it has the immutable flag.
 fn flags(directories: &[PathBuf]) -> Vec<bool> {
     let listed = Command::new("lsattr").arg("-d").args(directories).output().unwrap();
     let lines = String::from_utf8(listed.stdout).unwrap();
     lines.lines().map(|line| line.split(' ').next().unwrap().contains('i')).collect()
 }
 
-/// Root in a container with write access to the whole pipe directory can't change the pipe directory, and the service can
-/// still change its links.
+/// Root in a container can write to the whole pipe directory, but can't change the service's directories in it. The service
+/// can.
 #[test]
 fn nobody_else_changes_the_directories() {
     if !flag_can_be_set() {
@@ -254,7 +248,7 @@ fn nobody_else_changes_the_directories() {
         assert_eq!(leads_to(&directory, &private), there);
         nobody_changes(command);
     }
-    // The immutable flags stay if the service is killed, and a service that stops removes the flags.
+    // A killed service leaves the immutable flags in place. A service that stops removes them.
     host.signal(Signal::KILL);
     host.ended();
     another_service_changes_the_links(&mut host, &directories);
@@ -263,7 +257,7 @@ fn nobody_else_changes_the_directories() {
     fs::remove_dir_all(&pipe).unwrap();
 }
 
-/// Checks that a service which finds the immutable flags of a killed service can still change the links of slices.
+/// Checks that a new service can change the links although the killed service has left the immutable flags in place.
 fn another_service_changes_the_links(host: &mut Host, directories: &[PathBuf]) {
     assert_eq!(flags(directories), vec![true; directories.len()], "of the killed service");
     for pid in host.processes() {
@@ -271,15 +265,15 @@ fn another_service_changes_the_links(host: &mut Host, directories: &[PathBuf]) {
     }
     host.start();
     host.wait_for_state("ready");
-    // The new socket may have the inode number of the former socket, so the link to the former socket could look right. The
-    // link must lead to the new socket.
+    // The kernel may give a new socket the inode number of the removed one. A link to the removed socket would then seem right,
+    // so the test compares the linked inode and sends a command too.
     assert_eq!(inode(&host.path("mps/pipe/control")), inode(&private(host).join("control")));
     assert_eq!(host.front_end(&host.path("mps/pipe"), "get_default_active_thread_percentage"), "25.0\n");
     assert_eq!(flags(directories), vec![true; directories.len()]);
 }
 
-/// Other programs can remove directories that the service no longer needs: after a change of the pipe directory, after MPS
-/// was disabled, and after the service was stopped, for example to start an earlier version.
+/// The service removes the immutable flags of directories that it no longer uses, so that other programs can remove them. The
+/// test changes the pipe directory, disables MPS, and stops the service.
 #[test]
 fn directories_are_given_back() {
     if !flag_can_be_set() {
@@ -295,8 +289,8 @@ fn directories_are_given_back() {
     });
     wait_for("the former flags to go", || (!flags(&first).contains(&true)).then_some(()));
     fs::remove_dir_all(host.path("mps/pipe")).unwrap();
-    // With a control daemon for each GPU, the pipe directory contains the pipe directories of these control daemons. So the
-    // service removes the immutable flag of the pipe directory.
+    // With a control daemon for each GPU, the pipe directory contains other pipe directories. So the service removes its
+    // immutable flag.
     host.configure("cuda_mps_topology: per_gpu");
     check(&host);
     host.wait_for_status("the other topology", |status| {
@@ -311,7 +305,6 @@ fn directories_are_given_back() {
     assert_eq!(host.stop().code(), Some(0));
 }
 
-/// If another program has files in the pipe directory, the service does not make the pipe directory immutable.
 #[test]
 fn a_directory_with_things_of_others_stays_changeable() {
     let mut host = Host::new("h200");
@@ -324,8 +317,8 @@ fn a_directory_with_things_of_others_stays_changeable() {
     assert_eq!(host.stop().code(), Some(0));
 }
 
-/// If another program has removed a link of a slice, which it can without the immutable flag, the service's health check
-/// makes the link again.
+/// Without the immutable flag, another program can remove the link of a slice. The health check makes the link again and
+/// reports it.
 #[test]
 fn a_link_that_is_taken_away_is_renewed_and_told() {
     let mut host = serving_without_the_flag();
@@ -341,8 +334,8 @@ fn a_link_that_is_taken_away_is_renewed_and_told() {
     );
     wait_for("the warning", || host.log().contains(&told).then_some(()));
 
-    // A container with write access to the pipe directory can even remove the links of all slices. The service makes the
-    // removed links again without a request.
+    // A container that can write to the pipe directory may remove the links of all slices. The service makes them again without
+    // a reload.
     let client = host.client();
     fs::remove_file(pipe.join("control")).unwrap();
     fs::remove_dir_all(pipe.join("slices")).unwrap();
@@ -358,7 +351,7 @@ fn a_link_that_is_taken_away_is_renewed_and_told() {
     assert_eq!(host.stop().code(), Some(0));
 }
 
-/// With the pipe directory, programs can become clients of the control daemon, but can't send it commands.
+/// Through the pipe directory, a program can become a client of the control daemon, but can't send commands to it.
 #[test]
 fn the_pipe_directory_has_a_link_and_the_slices() {
     let mut host = Host::serving("h200");
@@ -398,8 +391,7 @@ fn the_pipe_directory_has_a_link_and_the_slices() {
     assert_eq!(host.stop().code(), Some(0));
 }
 
-/// If the configured log directory is in the pipe directory, but not in the place of the control daemon's FIFO, the service
-/// only warns.
+/// A log directory in the pipe directory causes a warning only, unless it has the path of the control daemon's FIFO.
 #[test]
 fn the_log_directory_may_be_in_the_pipe_directory() {
     let mut host = Host::new("h200");
@@ -421,8 +413,8 @@ fn the_log_directory_may_be_in_the_pipe_directory() {
     assert_eq!(host.stop().code(), Some(0));
 }
 
-/// A control daemon that has its sockets in the pipe directory, as with an older driver, goes on serving after an upgrade of
-/// the driver, and is replaced when it has no clients.
+/// With an older driver, a control daemon has its sockets in the pipe directory. After an upgrade of the driver it serves on,
+/// and the service replaces it when it has no clients.
 #[test]
 fn sockets_move_when_the_last_client_has_ended() {
     let mut host = Host::new("h200");
@@ -446,8 +438,7 @@ fn sockets_move_when_the_last_client_has_ended() {
         "{reason}"
     );
     assert_eq!(status["gpus"][0]["healthy"], true, "{status:#}");
-    // The control daemon still has its sockets in the pipe directory, so the links of the slices lead to the socket in the
-    // pipe directory.
+    // The control daemon still listens in the pipe directory. So the links of the slices lead to the socket there.
     let slice = host.list()[1]["addr"].as_str().unwrap().to_owned();
     assert!(leads_to(&directory_of(&host, &slice), &pipe));
     let said = text(&host.program_of(&slice, &["props"]).stdout(Stdio::piped()).output().unwrap());
@@ -458,14 +449,14 @@ fn sockets_move_when_the_last_client_has_ended() {
         status["service"]["state"] == "ready" && control_pid(status) != control_pid(&before)
     });
     assert_eq!(control_daemon(&after)["control_directory"], private.to_str().unwrap());
-    // The socket in the pipe directory at which new programs have waited is removed once the new control daemon serves.
+    // The service removes the old socket in the pipe directory when the new control daemon serves.
     wait_for("no other socket", || (files(&pipe) == ["control", "slices"]).then_some(()));
     assert!(leads_to(&directory_of(&host, &slice), &private));
     assert_eq!(host.stop().code(), Some(0));
 }
 
-/// If no hard link between the pipe directory and the private directory is possible, the sockets stay in the pipe directory,
-/// and a message says so.
+/// If the pipe directory is a mount, no hard link from the private directory is possible. The sockets then stay in the pipe
+/// directory, and a message says so.
 #[test]
 fn a_pipe_directory_that_is_a_mount_has_the_sockets() {
     if !root_or_skip("a_pipe_directory_that_is_a_mount_has_the_sockets") {
@@ -499,8 +490,7 @@ fn a_pipe_directory_that_is_a_mount_has_the_sockets() {
             .unwrap(),
     );
     assert!(doctor.contains("sockets-not-private"), "{doctor}");
-    // The sockets can't be moved out of the pipe directory, so the next service does not plan to replace the control daemon,
-    // and is ready.
+    // The sockets can't be moved. So the next service does not plan to replace the control daemon, and is ready.
     host.signal(Signal::KILL);
     host.ended();
     host.start();
@@ -510,8 +500,8 @@ fn a_pipe_directory_that_is_a_mount_has_the_sockets() {
     mount(&["umount"]);
 }
 
-/// The directory of a drained slice has no link to the control daemon, also for a container that was started before the
-/// drain. After the drain, the link is there again before the slice is healthy.
+/// The directory of a drained slice has no link, and a container from before the drain sees this too. After `undrain`, the link
+/// is there before the slice is healthy.
 #[test]
 fn a_drained_slice_leads_nowhere() {
     let mut host = Host::serving("h200");
@@ -532,7 +522,6 @@ fn a_drained_slice_leads_nowhere() {
     done(&["undrain", &slices[1]]);
     assert_eq!(lead(), vec![true; slices.len()]);
 
-    // The slice stays drained when another control daemon or another service starts.
     done(&["drain", &slices[1]]);
     another_control_daemon(&host);
     assert_eq!(lead(), all_but_1);
@@ -553,13 +542,13 @@ fn a_drained_slice_leads_nowhere() {
     assert!(directories.iter().all(|directory| leads_to(directory, &private)));
     assert_eq!(files(&pipe), ["control", "slices"]);
     assert!(host.list().iter().all(|device| device["healthy"] == true));
-    // The service does not report the missing link of a drained slice as removed by another program.
+    // The service itself has removed the link of the drained slice. So it must not report the link as missing.
     assert!(!host.log().contains("had no link to the control daemon's socket"), "{}", host.log());
     assert_eq!(host.stop().code(), Some(0));
 }
 
-/// Slices are drained and undrained all the time. If a slice is listed as healthy before and after the test has checked its
-/// link, the link must have been there.
+/// Slices are drained and undrained all the time. If a slice is healthy before and after the test has read its link, the link
+/// must have been there.
 #[test]
 fn a_healthy_slice_has_its_link_while_slices_are_drained() {
     let mut host = Host::serving("h200");
@@ -592,7 +581,6 @@ fn a_healthy_slice_has_its_link_while_slices_are_drained() {
             for command in ["drain", "undrain"] {
                 let output = host.mpsctl(&[command, &slice]);
                 assert!(output.status.success(), "{}", text(&output));
-                // The link of the slice has changed when `drain` or `undrain` returns.
                 assert_eq!(leads_to(&directory, &private), command == "undrain");
             }
             let so_far = seen.load(Ordering::Relaxed);
@@ -603,8 +591,8 @@ fn a_healthy_slice_has_its_link_while_slices_are_drained() {
     assert_eq!(host.stop().code(), Some(0));
 }
 
-/// If a tenant with write access to the pipe directory has made files with the names of the service's links, the service
-/// renames and reports these files, and serves every slice.
+/// A tenant who can write to the pipe directory makes files with the names of the service's links. The service renames these
+/// files, reports them, and serves every slice.
 #[test]
 fn a_thing_in_the_way_is_renamed_and_told() {
     let mut host = serving_without_the_flag();
@@ -631,7 +619,7 @@ fn a_thing_in_the_way_is_renamed_and_told() {
         host.log()
     );
 
-    // The service repairs links without restarting the control daemon, even if the control daemon has no clients.
+    // The service repairs links without a restart of the control daemon, even if the control daemon has no clients.
     fs::create_dir(directory.join(".control.new")).unwrap();
     fs::remove_file(directory.join("control")).unwrap();
     check(&host);
@@ -645,8 +633,6 @@ fn a_thing_in_the_way_is_renamed_and_told() {
     assert_eq!(host.stop().code(), Some(0));
 }
 
-/// A slice whose directory can't have a link affects no other slice and no client: the control daemon goes on, and the slice
-/// is served when the obstacle in its directory is removed.
 #[test]
 fn a_bad_directory_costs_its_slice_alone() {
     if !root_or_skip("a_bad_directory_costs_its_slice_alone") {
@@ -690,7 +676,7 @@ fn a_bad_directory_costs_its_slice_alone() {
     let served = host.program_of(names[2].as_str().unwrap(), &["props"]).output().unwrap();
     assert!(served.status.success(), "{}", text(&served));
 
-    // While a mount prevents the link of one slice, a new control daemon and a new service serve the other slices.
+    // A mount prevents the link of one slice. A new control daemon and a new service still serve the other slices.
     another_control_daemon_in(&host, "degraded");
     host.signal(Signal::KILL);
     host.ended();
@@ -705,8 +691,8 @@ fn a_bad_directory_costs_its_slice_alone() {
     assert_eq!(host.stop().code(), Some(0));
 }
 
-/// If the path of the pipe directory is too long for a socket in a private directory next to it, the service warns and gives
-/// the longest possible path.
+/// The path of the pipe directory is too long for a socket in the private directory beside it. The service warns, and names the
+/// greatest possible length.
 #[test]
 fn a_pipe_directory_that_is_too_long_is_told() {
     for (topology, most) in [("shared", 79), ("per_gpu", 38)] {
@@ -733,8 +719,8 @@ fn a_pipe_directory_that_is_too_long_is_told() {
     }
 }
 
-/// A reload with fewer slices removes the links of the removed slices. A reload with more slices makes these links again in
-/// the same directories, before the slices are healthy.
+/// A reload with fewer slices removes links. A reload with more slices makes them again in the same directories, before the
+/// slices are healthy.
 #[test]
 fn links_follow_the_number_of_slices() {
     let mut host = Host::serving("h200");
@@ -760,8 +746,8 @@ fn links_follow_the_number_of_slices() {
     assert_eq!(host.stop().code(), Some(0));
 }
 
-/// With a control daemon for each GPU, the directory of a slice has the same path as in other topologies, and its link leads
-/// to the control daemon of the slice's GPU.
+/// The path of a slice's directory does not depend on the topology. The link in it leads to the control daemon of the slice's
+/// GPU.
 #[test]
 fn the_topology_does_not_show_in_the_directories() {
     let mut host = Host::new("h200x8");
@@ -779,8 +765,8 @@ fn the_topology_does_not_show_in_the_directories() {
     assert_eq!(host.stop().code(), Some(0));
 }
 
-/// With an older driver the service makes no links, since clients of older drivers may need other files of the pipe directory
-/// than the socket.
+/// With an older driver, clients may need other files of the pipe directory than the socket. So the service makes no
+/// directories of slices.
 #[test]
 fn an_older_driver_has_no_directories_of_slices() {
     let mut host = Host::serving("tesla-p40");

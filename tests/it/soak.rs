@@ -1,4 +1,4 @@
-//! `make soak` causes in a few minutes the events that happen to a host in hours.
+//! Causes in a few minutes the events that happen to a host in hours. `make soak` runs this test.
 
 use std::collections::BTreeMap;
 use std::fs;
@@ -14,10 +14,9 @@ use crate::support::processes::{control_daemons, launchers};
 use crate::support::random::Random;
 use crate::support::wait::wait_for;
 
-/// The number of KiB by which the memory of the service may grow between the middle and the end of the test.
+/// The memory in KiB by which the service may grow between the middle and the end of the test.
 const GROWTH_KIB: u64 = 2048;
 
-/// The daemon's resources.
 #[derive(Debug, Clone, Copy)]
 struct Holdings {
     rss_kib: u64,
@@ -36,7 +35,7 @@ impl Holdings {
         Self { rss_kib: value("VmRSS:"), fds, threads: value("Threads:") }
     }
 
-    /// Waits until the service is idle, with no task running and no thread for a call to NVML, and returns its resources.
+    /// Waits until the service is idle and has no extra threads, and returns its resources.
     fn at_rest(host: &Host) -> Self {
         let pid = host.pid();
         let mut last = Self::of(pid);
@@ -46,13 +45,13 @@ impl Holdings {
             if (now.fds, now.threads) != (last.fds, last.threads) {
                 (last, since) = (now, Instant::now());
             }
-            // The service's tokio runtime ends a thread that has been idle for 10 s.
+            // tokio ends a thread that has been idle for 10 s.
             (since.elapsed() > Duration::from_secs(11)).then_some(now)
         })
     }
 }
 
-/// A host, the clients on it, and the number of each kind of event that the test has caused.
+/// A host, its clients, and the number of events that the test has caused, by kind.
 struct Life {
     host: Host,
     pipe: PathBuf,
@@ -91,8 +90,7 @@ impl Life {
         *self.happened.entry("reloads").or_default() += 1;
     }
 
-    /// A GPU fault ends every client, so the test waits for the end of the clients that must not be lost before it causes a
-    /// fault.
+    /// A fault ends every client. So the test first waits for the end of the clients that must not be lost.
     fn fault(&mut self) {
         self.bystanders.drain(..).for_each(Bystander::wait);
         self.host.fault();
@@ -123,9 +121,9 @@ impl Life {
     }
 }
 
-/// Clients come and go, configurations change, servers meet faults and the daemon is killed and started, for `SOAK_SECONDS`
-/// (600): no client is lost. In the second half the daemon is not killed: at the end of the test the daemon has no more open
-/// files and threads than in the middle, and hardly more memory.
+/// For `SOAK_SECONDS` (600), clients come and go, configurations change, faults happen, and the service is killed. No client
+/// may be lost. In the second half the service is not killed. At its end, the service has no more open files and threads than
+/// at its beginning, and hardly more memory.
 #[test]
 #[ignore = "takes ten minutes: make soak"]
 fn soak() {
@@ -146,7 +144,7 @@ fn soak() {
     let tenth = Duration::from_secs(seconds) / 10;
     let mut settled = None;
     for part in 1..=10 {
-        // In the second half of the test the service is not killed, so that the resources of one process can be compared.
+        // In the second half, the same process runs throughout. So its resources can be compared.
         life.live(Instant::now() + tenth, part <= 4);
         if part == 5 || part == 10 {
             life.bystanders.drain(..).for_each(Bystander::wait);

@@ -1,6 +1,5 @@
-//! Tests of yunion-mps-runc, a wrapper of a container runtime that ends the GPU work of a container before the runtime
-//! signals the container. In these tests the runtime is a script that only sends signals. Tests with real runtimes are in e2e
-//! and in `pods`.
+//! Tests of yunion-mps-runc, which wraps a container runtime: it ends the GPU work of a container before the runtime signals
+//! the container. Here the runtime is a script that only sends signals. The tests in e2e and in `pods` use real runtimes.
 
 use std::fs::{self, Permissions};
 use std::os::unix::fs::{PermissionsExt, symlink};
@@ -18,7 +17,7 @@ use crate::support::neighbours::{Neighbours, assert_terminated, ended};
 use crate::support::skip::{root_or_skip, skip};
 use crate::support::wait::wait_for;
 
-/// A script in the place of runc: it reads the PID of a container's first process from a file, and signals the process.
+/// Plays runc: reads the PID of a container's first process from a file, and signals this process.
 const RUNC: &str = r#"#!/bin/sh
 here=$(dirname "$0")
 printf '%s\n' "$*" >>"$here/calls"
@@ -38,10 +37,9 @@ delete) kill -9 "$pid" ;;
 esac
 "#;
 
-/// The number of containers that the test stops in each way.
 const ROUNDS: usize = 4;
 
-/// The longest time for a command of yunion-mps-runc: 6 s for waiting for the service, and as much again for a busy machine.
+/// The longest time for a command of yunion-mps-runc: 6 s to wait for the service, and as much for a busy machine.
 const LONGEST: Duration = Duration::from_secs(12);
 
 struct Scene {
@@ -50,7 +48,7 @@ struct Scene {
 }
 
 impl Scene {
-    /// Returns None if no container can be made on this machine.
+    /// Returns None without root, or if this machine does not let the test make containers.
     fn new(test: &str) -> Option<Self> {
         if !root_or_skip(test) {
             return None;
@@ -83,7 +81,6 @@ impl Scene {
         self.runtime("yunion-mps-runc", arguments).output().unwrap()
     }
 
-    /// Makes a container with this program as its first process.
     fn container(&self, program: &Child) -> ContainerGroup {
         let container = ContainerGroup::new().unwrap();
         container.take(program.id(), "init");
@@ -91,7 +88,6 @@ impl Scene {
         container
     }
 
-    /// The arguments of all calls of the runtime script.
     fn calls(&self) -> Vec<String> {
         let calls = fs::read_to_string(self.folder.join("calls")).unwrap_or_default();
         calls.lines().map(str::to_owned).collect()
@@ -120,8 +116,7 @@ fn a_container_that_is_stopped_leaves_its_neighbour_alive() {
             assert!(scene.neighbours.bystander_survives(), "{:?}", scene.calls());
         }
     }
-    // If a container is killed without yunion-mps-runc, so that its GPU work is not ended first, another client of the GPU
-    // loses its work.
+    // Without yunion-mps-runc, the kill of a container harms the other client of the GPU.
     let victim = scene.neighbours.victim();
     let container = scene.container(&victim);
     succeeded(&scene.runtime("runc", &["kill", &container.id, "9"]).output().unwrap());
@@ -129,8 +124,8 @@ fn a_container_that_is_stopped_leaves_its_neighbour_alive() {
     assert!(!scene.neighbours.bystander_survives());
 }
 
-/// Before SIGTERM, yunion-mps-runc ends the GPU work of all programs in the container except for the first program if it has
-/// a handler for SIGTERM.
+/// Before SIGTERM, yunion-mps-runc ends the GPU work of the container. It spares the first process if this process handles
+/// SIGTERM.
 #[test]
 fn a_program_that_handles_the_signal_writes_its_checkpoint() {
     let Some(mut scene) = Scene::new("a_program_that_handles_the_signal_writes_its_checkpoint") else {
@@ -143,7 +138,7 @@ fn a_program_that_handles_the_signal_writes_its_checkpoint() {
     let container = scene.container(&train);
     let worker = scene.neighbours.victim();
     container.take(worker.id(), "init/deeper");
-    // SIGCONT does not ask a program to end, so yunion-mps-runc does not ask the service to end GPU work.
+    // SIGCONT ends no program. So yunion-mps-runc does not ask the service for anything.
     succeeded(&scene.wrapped(&["kill", &container.id, "CONT"]));
     assert_eq!(scene.calls(), [format!("kill {} CONT", container.id)]);
     succeeded(&scene.wrapped(&["kill", &container.id, "15"]));
@@ -167,18 +162,18 @@ fn everything_else_is_the_runtimes_own() {
     let output = shell.output().unwrap();
     assert_eq!((output.status.code(), text(&output).as_str()), (Some(7), "12 GiB from descriptor 3\n"));
     assert_eq!(scene.calls(), [line.join(" ")]);
-    // The container x does not exist, and the runtime script reports an error.
+    // No container has the id x, so the runtime reports an error.
     let output = scene.wrapped(&["kill", "x", "9"]);
     assert!(!output.status.success());
     assert_eq!(scene.calls()[1..], ["state x", "kill x 9"]);
-    // The program of the runtime behind the wrapper does not exist.
+    // The runtime `none`, which the name of this link selects, does not exist.
     symlink(binaries().join("yunion-mpsctl"), scene.folder.join("yunion-mps-none")).unwrap();
     let output = scene.runtime("yunion-mps-none", &["kill", "x", "9"]).output().unwrap();
     assert!(text(&output).contains("none can't be executed: No such file"), "{}", text(&output));
     assert_eq!(output.status.code(), Some(1));
 }
 
-/// If the service does not run or does not answer, yunion-mps-runc executes the command of the runtime nevertheless.
+/// If the service does not run or does not answer, yunion-mps-runc still executes the runtime.
 #[test]
 fn no_stop_waits_for_a_service_that_is_away_or_hangs() {
     let Some(mut scene) = Scene::new("no_stop_waits_for_a_service_that_is_away_or_hangs") else { return };
@@ -204,8 +199,7 @@ fn no_stop_waits_for_a_service_that_is_away_or_hangs() {
     stops(&scene);
 }
 
-/// With a control daemon for each slice, the GPU work of a container is ended even if the control daemon of another slice
-/// hangs.
+/// With a control daemon for each slice, a control daemon that hangs does not delay the stop of a container with another slice.
 #[test]
 fn a_control_daemon_that_hangs_holds_up_no_stop() {
     if !root_or_skip("a_control_daemon_that_hangs_holds_up_no_stop") {

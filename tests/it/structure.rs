@@ -1,6 +1,5 @@
-//! The rules for the source files: which module may use which other modules, that no files use each other in a circle, and
-//! which names only some modules may have. The table in the `lib.rs` of each crate gives each module a floor, and a module
-//! may use only modules on lower floors.
+//! Checks the rules for source files. No module uses a module on its own floor or above, and no files use each other in a
+//! circle. Some names occur only in certain files. The table in each crate's `lib.rs` gives each module a floor.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt::Write;
@@ -9,11 +8,11 @@ use std::path::Path;
 
 use regex::Regex;
 
-/// The folders of the product's crates. A crate may use only the crates before it in this list, which Cargo makes sure.
+/// The folders of the product's crates. Cargo makes sure that a crate uses only crates that come before it here.
 const CRATES: [&str; 5] =
     ["crates/core/src", "crates/common/src", "src", "crates/mpsctl/src", "crates/device-plugin/src"];
 
-/// Names that only a few files may have in their code, each name with the beginnings of the paths of its files.
+/// Names that only a few files may use: each name, with the first parts of the paths of these files.
 const HOMES: [(&str, &[&str]); 21] = [
     ("nvml_wrapper", &["crates/common/src/host/nvml/"]),
     ("serde_yaml", &["crates/common/src/config/"]),
@@ -61,19 +60,16 @@ const HOMES: [(&str, &[&str]); 21] = [
     ("unsafe {", &["crates/mpsctl/src/probe/"]),
 ];
 
-/// A source file.
 struct Source {
-    /// The path of the source file, relative to the root of the repository.
     path: String,
-    /// The module path of the file in the crate, such as `["host", "gpu"]`. For the root of the crate, `module` is empty.
+    /// The module path in the crate, such as `["host", "gpu"]`, or empty for the root of the crate.
     module: Vec<String>,
     text: String,
 }
 
-/// All sources of a crate.
 struct Crate {
     sources: Vec<Source>,
-    /// The floor of each module of the crate, from the table in the crate's `lib.rs`.
+    /// The floor of each module, from the table in `lib.rs`.
     floors: BTreeMap<String, u32>,
 }
 
@@ -85,7 +81,7 @@ impl Source {
         Self { path: format!("{folder}/{below}"), module, text }
     }
 
-    /// The lines of the file's code without comments and tests, each with its line number.
+    /// Returns the lines of code with their numbers, without comments and tests.
     fn code(&self) -> impl Iterator<Item = (usize, &str)> {
         let lines = self.text.lines().enumerate().take_while(|(_, line)| !line.starts_with("#[cfg(test)]"));
         lines.filter(|(_, line)| !line.trim_start().starts_with("//")).map(|(index, line)| (index + 1, line))
@@ -114,8 +110,8 @@ impl Crate {
         Self::new(sources)
     }
 
-    /// The module of the file in which a path ends, if the file `from` uses the path: `crate::host::gpu::Gpu` leads to
-    /// `["host", "gpu"]`. None if the path leads into another crate.
+    /// Returns the module that a path in the file `from` leads to: `crate::host::gpu::Gpu` leads to `["host", "gpu"]`. Returns
+    /// None for a path into another crate.
     fn target(&self, from: &Source, path: &str) -> Option<Vec<String>> {
         let mut parts = path.split("::").peekable();
         let mut place = match *parts.peek()? {
@@ -151,8 +147,8 @@ impl Crate {
         self.sources.iter().any(|source| source.module == place)
     }
 
-    /// The files that each file uses, each with the number of a line that uses it. A file's use of a module that contains the
-    /// file does not count.
+    /// Returns the files that each file uses, each with the number of a line that uses it. A use of a module around the file
+    /// itself does not count.
     fn uses(&self) -> BTreeMap<&[String], BTreeMap<Vec<String>, usize>> {
         let uses = self.sources.iter().filter(|source| !source.path.ends_with("main.rs")).map(|source| {
             let mut used = BTreeMap::new();
@@ -181,7 +177,7 @@ fn collect(folder: &str, directory: &Path, root: &Path, sources: &mut Vec<Source
     }
 }
 
-/// The Rust paths that a source file names, each with its line number. `use a::{b, c::{d, e}}` names `a::b`, `a::c::d` and
+/// Returns the paths that a source file names, with their line numbers. `use a::{b, c::{d, e}}` names `a::b`, `a::c::d` and
 /// `a::c::e`.
 fn paths(source: &Source) -> Vec<(usize, String)> {
     let path = Regex::new(r"[A-Za-z_]\w*(?:::\w+)+").unwrap();
@@ -205,7 +201,6 @@ fn paths(source: &Source) -> Vec<(usize, String)> {
     found
 }
 
-/// The single paths that a `use` with braces names.
 fn unfolded(text: &str) -> Vec<String> {
     let Some((beginning, rest)) = text.split_once('{') else { return vec![text.trim().to_owned()] };
     let inner = rest.rsplit_once('}').map_or(rest, |(inner, _)| inner);
@@ -245,7 +240,7 @@ fn breaches_of_floors(house: &Crate) -> String {
     breaches
 }
 
-/// The message about the files of a crate that use each other in a circle, empty if there are none.
+/// Names the files of a crate that use each other in a circle. Empty without such files.
 fn circles(house: &Crate) -> String {
     let uses = house.uses();
     let reach = |from: &[String]| {
@@ -306,8 +301,8 @@ fn what_has_a_home_is_named_nowhere_else() {
     assert!(breaches.is_empty(), "\n{breaches}");
 }
 
-/// No two types of the product have the same name. Some type names may occur more than once: the arguments of subcommands, a
-/// D-Bus proxy that has the name of its object, and the `Result` of a module.
+/// Each type of the product has its own name. The exceptions are the arguments of subcommands, a D-Bus proxy named like its
+/// object, and the `Result` of a module.
 #[test]
 fn no_two_types_have_one_name() {
     const SHARED: [&str; 4] = ["Arguments", "Control", "Manager", "Result"];
@@ -327,7 +322,7 @@ fn no_two_types_have_one_name() {
     assert!(places.is_empty(), "{places:#?}");
 }
 
-/// The code has each name that docs/architecture.md gives for one of its words, and each file that this page names.
+/// The names and the files that docs/architecture.md gives in its table of words exist in the code.
 #[test]
 fn the_words_of_the_architecture_page_are_in_the_code() {
     let root = Path::new(env!("CARGO_MANIFEST_DIR"));
@@ -355,7 +350,6 @@ fn the_words_of_the_architecture_page_are_in_the_code() {
     }
 }
 
-/// The text of the core's promises in docs/architecture.md is the text in the core's tests.
 #[test]
 fn the_promises_of_the_architecture_page_are_those_of_the_tests() {
     let root = Path::new(env!("CARGO_MANIFEST_DIR"));
@@ -369,8 +363,7 @@ fn the_promises_of_the_architecture_page_are_those_of_the_tests() {
     assert!(now == page, "docs/architecture.md is old: run scripts/promises.py");
 }
 
-/// No line of the product has a word of this list, which hides the subject of a sentence: a sentence must name its subject,
-/// and a reference its noun.
+/// The words of this list hide the subject of a sentence. No line of the product may have one.
 #[test]
 fn sentences_name_their_subjects() {
     let words = Regex::new(r"(?i-u)\b(nobody|whoever|one that|is told of|none that)\b").unwrap();

@@ -1,4 +1,4 @@
-//! Failures of a control daemon, and of the service itself, while the service serves GPUs.
+//! Tests of failures of a control daemon, and of the service itself, while GPUs are served.
 
 use std::collections::BTreeSet;
 use std::fs;
@@ -44,14 +44,13 @@ in_both_topologies! {
     a_status_is_of_one_moment,
 }
 
-/// The service starts a control daemon that has died again. Until the control daemon serves, the service lists its slices as
-/// not healthy: an empty list would make the Yunion platform delete the slices.
+/// The service replaces a control daemon that has died. Meanwhile it lists the slices as unhealthy: an empty list would make
+/// the Yunion platform delete them.
 #[test]
 fn a_killed_control_daemon_comes_back() {
     let mut host = Host::serving("tesla-p40");
     let before = host.wait_for_state("ready");
-    // While the file `start-exits` exists, no control daemon can start, so the test certainly sees the time without a control
-    // daemon.
+    // With this fault no control daemon can start. So the test surely sees the time without a control daemon.
     host.plant("mps/fault/start-exits", "");
     signal_pid(control_pid(&before), Signal::KILL);
     wait_for("devices that are not healthy", || {
@@ -62,8 +61,8 @@ fn a_killed_control_daemon_comes_back() {
     let status = host.wait_for_state("failed");
     let reason = control_daemon(&status)["reason"].as_str().unwrap();
     assert!(reason.contains("the control daemon ended"), "{reason}");
-    // The service does not restore the compute mode while it has no control daemon: otherwise a program without MPS could
-    // open the GPU and prevent the start of the next MPS server.
+    // Without a control daemon, the service does not restore the compute mode. Otherwise a program without MPS could open the
+    // GPU and keep the next server out.
     assert_eq!(host.compute_mode(0), "Exclusive_Process");
 
     host.clear("mps/fault/start-exits");
@@ -80,7 +79,8 @@ fn a_killed_control_daemon_comes_back() {
     assert_eq!(host.compute_mode(0), "Default");
 }
 
-/// If the service can't watch the control daemon's log with inotify, it still serves the GPUs.
+/// Without inotify, the service can't wait for changes of the control daemon's log. It reads the log once a second, and still
+/// serves the GPUs.
 fn without_inotify_the_service_looks_once_a_second(topology: Topology) {
     if !root_or_skip("without_inotify_the_service_looks_once_a_second") {
         return;
@@ -121,7 +121,7 @@ fn without_inotify_the_service_looks_once_a_second(topology: Topology) {
     host.nothing_runs();
 }
 
-/// If no process collects orphans, as in a container, a killed control daemon stays a zombie.
+/// Without a process that collects orphans, as in some containers, a killed control daemon stays a zombie.
 fn a_zombie_is_not_taken_over(topology: Topology) {
     let mut host = Host::serving_as(topology, "h200");
     let before = host.wait_for_state("ready");
@@ -145,14 +145,12 @@ fn a_zombie_is_not_taken_over(topology: Topology) {
     assert_eq!(host.stop().code(), Some(0));
 }
 
-/// If a GPU hangs, the service's check of the GPU takes long. The service notices the end of a control daemon during this
-/// check.
+/// A GPU hangs during the health check, which then takes long. The service must notice the end of a control daemon meanwhile.
 fn a_gpu_that_hangs_keeps_nobody_from_the_end_of_a_control_daemon(topology: Topology) {
     let mut host = Host::serving_as(topology, "h200x8");
     let before = host.wait_for_state("ready");
     host.plant("gpus/7/hangs", "");
-    // A critical error makes the service look at the GPUs at once, and not only at the next health check, half a minute
-    // later.
+    // After a critical error, the service checks the GPUs at once. The next health check would come half a minute later.
     host.meets_xid(0, 31);
     wait_for("a look that hangs", || host.path("gpus/7/hung").exists().then_some(()));
     signal_pid(control_pid(&before), Signal::KILL);
@@ -165,7 +163,6 @@ fn a_gpu_that_hangs_keeps_nobody_from_the_end_of_a_control_daemon(topology: Topo
     assert_eq!(host.stop().code(), Some(0));
 }
 
-/// Starts a control daemon that isn't the service's.
 fn foreign_control_daemon(host: &Host) -> Child {
     foreign_control_daemon_in(host, &host.pipe(), "-f")
 }
@@ -186,9 +183,8 @@ fn foreign_control_daemon_in(host: &Host, pipe: &Path, mode: &str) -> Child {
     control_daemon
 }
 
-/// The service does not touch a foreign control daemon in the pipe directory that has a client. The status names the process
-/// of the foreign control daemon and the remedy, and the service replaces the foreign control daemon without help once the
-/// client has ended.
+/// A foreign control daemon with a client runs in the pipe directory. The service does not end it, and the status names its
+/// process and a remedy. After the client's end, the service replaces the foreign control daemon without help.
 fn a_foreign_control_daemon_with_a_client_is_left_alone(topology: Topology) {
     let mut host = Host::with_topology(topology, topology.oldest_board());
     let mut foreign = foreign_control_daemon(&host);
@@ -218,7 +214,6 @@ fn a_foreign_control_daemon_with_a_client_is_left_alone(topology: Topology) {
     assert_eq!(host.compute_mode(0), "Default");
 }
 
-/// A foreign control daemon without clients, usually left by another program, is replaced at once.
 fn an_idle_foreign_control_daemon_is_replaced(topology: Topology) {
     for mode in ["-f", "-d"] {
         let mut host = Host::with_topology(topology, topology.oldest_board());
@@ -239,7 +234,6 @@ fn an_idle_foreign_control_daemon_is_replaced(topology: Topology) {
     }
 }
 
-/// A stop of the service ends no foreign control daemon.
 fn a_stop_spares_a_foreign_control_daemon(topology: Topology) {
     let mut host = Host::with_topology(topology, topology.oldest_board());
     let mut foreign = foreign_control_daemon(&host);
@@ -255,12 +249,12 @@ fn a_stop_spares_a_foreign_control_daemon(topology: Topology) {
     }
 }
 
-/// A service that starts while a GPU already has the compute mode for MPS knows from the state file which mode the GPU had
-/// before a former service changed it.
+/// A service starts while GPUs already have the compute mode for MPS. It knows the former modes from the state file of the
+/// killed service.
 #[test]
 fn the_compute_mode_of_before_outlives_a_killed_daemon() {
     let mut host = Host::new("h200x8");
-    // Sets the compute mode of a GPU like an administrator, before the service starts.
+    // An administrator sets the compute mode before the service starts.
     let set = |gpu: &str, mode: &str| {
         let set = Command::new(host.path("bin/nvidia-smi"))
             .args(["-i", gpu, "-c", mode])
@@ -273,8 +267,7 @@ fn the_compute_mode_of_before_outlives_a_killed_daemon() {
     let status = host.wait_for_state("ready");
     signal_pid(host.pid(), Signal::KILL);
     host.ended();
-    // The control daemon still runs after the service was killed. The test kills the control daemon, since the test is only
-    // about the compute mode.
+    // The control daemon outlives the service. The test kills the control daemon too, since only the compute modes matter here.
     assert!(alive(control_pid(&status)));
     signal_pid(control_pid(&status), Signal::KILL);
     wait_for("the end of the processes", || host.processes().is_empty().then_some(()));
@@ -291,7 +284,6 @@ fn the_compute_mode_of_before_outlives_a_killed_daemon() {
     }
 }
 
-/// If another program has changed a compute mode while the service runs, a stop of the service leaves that mode unchanged.
 #[test]
 fn a_compute_mode_changed_by_others_is_left_to_them() {
     let mut host = Host::serving("tesla-p40");
@@ -300,7 +292,6 @@ fn a_compute_mode_changed_by_others_is_left_to_them() {
     assert_eq!(host.compute_mode(0), "Prohibited");
 }
 
-/// If a control daemon does not end at the command `quit`, the service ends it by a signal.
 fn a_control_daemon_that_does_not_quit_is_terminated(topology: Topology) {
     let mut host = Host::with_topology(topology, topology.oldest_board());
     host.configure("cuda_mps_quit_timeout: 1");
@@ -313,8 +304,7 @@ fn a_control_daemon_that_does_not_quit_is_terminated(topology: Topology) {
     assert_eq!(host.compute_mode(0), "Default");
 }
 
-/// The service continues a control daemon that was stopped by SIGSTOP before it sends the command `quit`, so that the control
-/// daemon ends in order.
+/// The service continues a stopped control daemon before it sends `quit`. Otherwise the control daemon could not end in order.
 fn a_stopped_control_daemon_is_continued_to_quit(topology: Topology) {
     for both in [false, true] {
         let mut host = Host::serving_as(topology, "h200");
@@ -340,9 +330,8 @@ fn a_stopped_control_daemon_is_continued_to_quit(topology: Topology) {
     }
 }
 
-/// The directory of a control daemon's sockets is moved away, and another control daemon listens in a new directory with the
-/// same path: the service does not use the answers of the other control daemon. The client of the service's control daemon
-/// goes on, the service does not touch the other control daemon, and the status names it.
+/// Another control daemon listens in the directory of the service's control daemon. The service does not use its answers, does
+/// not end it, and names it in the status. The client of the service's own control daemon runs on.
 fn a_control_daemon_whose_place_was_taken_is_left_to_its_clients(topology: Topology) {
     let mut host = Host::serving_as(topology, "h200");
     let before = host.wait_for_state("ready");
@@ -358,14 +347,13 @@ fn a_control_daemon_whose_place_was_taken_is_left_to_its_clients(topology: Topol
     assert!(host.its_slices().iter().all(|slice| slice["healthy"] == false));
     assert!(client.try_wait().unwrap().is_none());
     assert!(foreign.try_wait().unwrap().is_none());
-    // The control daemon of another program listens in the directory. It must not get the commands that the service sends to
-    // its own control daemon.
+    // The service must not send its commands to the other control daemon, which listens in the directory now.
     host.devices(&["path: /dev/dri/renderD128, type: NVIDIA_MPS, virtual_number: 2"]);
     assert!(host.call("Control.Reload").status.success());
     host.wait_for_status("waiting", |status| control_daemon(status)["state"] == "waiting");
     assert_eq!(host.front_end(&pipe, "get_default_active_thread_percentage"), "100.0\n");
 
-    // After the client has ended, the service ends its own and the other control daemon, and starts a new one.
+    // After the client's end, the service ends both control daemons and starts a new one.
     client.kill().unwrap();
     client.wait().unwrap();
     assert!(host.call("Control.Reload").status.success());
@@ -377,7 +365,7 @@ fn a_control_daemon_whose_place_was_taken_is_left_to_its_clients(topology: Topol
     host.nothing_runs();
 }
 
-/// On a GPU before Volta, a control daemon that ends while its supervisor waits for an answer of it has a successor.
+/// Before Volta, a control daemon ends while its supervisor waits for an answer. The service starts the next one.
 #[test]
 fn before_volta_a_control_daemon_that_ends_during_a_reload_has_a_successor() {
     let mut host = Host::serving("tesla-p40");
@@ -406,8 +394,7 @@ fn before_volta_a_control_daemon_that_ends_during_a_reload_has_a_successor() {
     host.nothing_runs();
 }
 
-/// On GPUs before Volta, NVML lists no clients, so an empty list does not let the service end a control daemon that does not
-/// answer.
+/// Before Volta, NVML lists no clients. So an empty list is no reason to end a control daemon that does not answer.
 fn wait_until_its_clients_are_not_known(host: &Host, control_daemon: u32) {
     let expected = "NVML does not list the clients of GPU";
     let status = host.wait_for_status("clients that are not known", |status| {
@@ -436,8 +423,8 @@ fn before_volta_a_control_daemon_without_its_directory_is_left_to_its_clients() 
     assert!(alive(before));
     assert_eq!(client.try_wait().unwrap(), None, "{}", host.log());
 
-    // An administrator ends the control daemon with `apply --force`. Before the service sends the signal, its log names the
-    // clients that lose their GPU work.
+    // An administrator ends the control daemon by `apply --force`. Before the signal, the service's log names the clients that
+    // lose their work.
     client.end();
     let applied = host.mpsctl(&["apply", "--force"]);
     assert!(applied.status.success(), "{}", text(&applied));
@@ -446,8 +433,8 @@ fn before_volta_a_control_daemon_without_its_directory_is_left_to_its_clients() 
     assert_eq!(host.stop().code(), Some(0));
 }
 
-/// On GPUs from Volta on, NVML lists the clients, so the service replaces a control daemon that it can't reach and that has
-/// no clients. Before each signal to the control daemon, a message names the clients that lose their GPU work.
+/// From Volta on, NVML lists the clients. So the service can replace a control daemon that it can't reach and that has no
+/// clients. It names the clients that lose their work before each signal.
 fn an_idle_control_daemon_without_its_directory_is_replaced_with_a_word(topology: Topology) {
     let mut host = Host::serving_as(topology, "h200");
     let before = control_pid(&host.wait_for_state("ready"));
@@ -460,8 +447,8 @@ fn an_idle_control_daemon_without_its_directory_is_replaced_with_a_word(topology
     assert_eq!(host.stop().code(), Some(0));
 }
 
-/// A newer driver's control daemon may give answers that the service does not understand. A new control daemon of the same
-/// driver would give the same answers, so the service does not restart the present one.
+/// A control daemon of a newer driver may give answers that the service does not understand. The next one would answer in the
+/// same way, so the service does not restart it.
 fn a_control_daemon_that_is_not_understood_is_not_restarted(topology: Topology) {
     let mut host = Host::serving_as(topology, "h200");
     let before = control_pid(&host.wait_for_state("ready"));
@@ -471,7 +458,6 @@ fn a_control_daemon_that_is_not_understood_is_not_restarted(topology: Topology) 
         control_daemon_reason(status).contains("was answered with")
     });
     assert_eq!(control_pid(&status), before);
-    // The service asks the control daemon again instead of ending it.
     wait_for("the second attempt", || (host.log().matches("was answered with").count() > 1).then_some(()));
     host.clear("mps/fault/front-end-garbage");
     assert_eq!(control_pid(&host.wait_for_state("ready")), before);
@@ -479,8 +465,7 @@ fn a_control_daemon_that_is_not_understood_is_not_restarted(topology: Topology) 
     assert_eq!(host.stop().code(), Some(0));
 }
 
-/// Fails unless the service's log has exactly one warning about a signal to this control daemon, before the line about the
-/// control daemon's end.
+/// Fails unless the log has exactly one warning about a signal to the control daemon, before the line about its end.
 fn assert_warned_of_signal(host: &Host, control_daemon: u32, whom: &str) {
     let log = host.log();
     let told = format!("(PID {control_daemon}) does not quit and is sent SIGTERM: {whom}");
@@ -491,13 +476,11 @@ fn assert_warned_of_signal(host: &Host, control_daemon: u32, whom: &str) {
     assert!(Some(warned) < place(&format!("(PID {control_daemon}) ended by SIGTERM")), "{log}");
 }
 
-/// Another control daemon that is started in the pipe directory takes no client from the service's control daemon, whose
-/// sockets are in a private directory. The service ends the other control daemon before it starts its own next control
-/// daemon.
+/// The sockets of the service's control daemon are in a private directory. A foreign control daemon in the pipe directory
+/// therefore takes no clients from it. Before its next start, the service ends the foreign control daemon.
 fn another_control_daemon_in_the_pipe_directory_takes_no_clients(topology: Topology) {
     let mut host = Host::with_topology(topology, "h200");
-    // If the pipe directory had the immutable flag, a foreign control daemon could make no sockets in it. So the service of
-    // this test runs without the capability to set the flag.
+    // The immutable flag would keep the foreign control daemon from making its sockets. So this service may not set the flag.
     host.start_without_the_flag();
     let before = host.wait_for_state("ready");
     let pipe = host.pipe();
@@ -524,8 +507,7 @@ fn another_control_daemon_in_the_pipe_directory_takes_no_clients(topology: Topol
     assert_eq!(host.stop().code(), Some(0));
 }
 
-/// Starts the service a second time on the same host, like an administrator who has forgotten `--check`. Returns the exit
-/// status and the output of the second service.
+/// Starts the service a second time, like an administrator who has forgotten `--check`. Returns its exit status and its output.
 fn second_daemon(host: &Host) -> (Option<i32>, String) {
     let mut second = host
         .command(daemon())
@@ -539,14 +521,14 @@ fn second_daemon(host: &Host) -> (Option<i32>, String) {
     while second.try_wait().unwrap().is_none() && Instant::now() < deadline {
         sleep(Duration::from_millis(20));
     }
-    // SIGINT is what Ctrl-C sends. Sending SIGINT to a process that has ended is no error in this test.
+    // Sends what Ctrl-C sends. The process may have ended already.
     signal_pid(second.id(), Signal::INT);
     let output = second.wait_with_output().unwrap();
     (output.status.code(), text(&output))
 }
 
-/// A second service with the same runtime directory reports the PID of the first service and ends. The first service and its
-/// clients go on.
+/// A second service with the same runtime directory prints the PID of the first service and ends. The first service and its
+/// clients are not disturbed.
 fn a_second_daemon_by_hand_ends_nobody_s_work(topology: Topology) {
     let mut host = Host::serving_as(topology, "h200");
     let before = host.wait_for_state("ready");
@@ -558,12 +540,12 @@ fn a_second_daemon_by_hand_ends_nobody_s_work(topology: Topology) {
     assert_eq!(client.try_wait().unwrap(), None);
     assert_eq!(control_pid(&host.wait_for_state("ready")), control_pid(&before));
     assert_eq!(host.compute_mode(0), host.compute_mode_while_served());
-    // `--check` does not need the lock of the runtime directory.
+    // `--check` works while a service has the lock of the runtime directory.
     let checked = host.check();
     assert_eq!(checked.status.code(), Some(0), "{}", text(&checked));
 
-    // The next service gets the lock of the runtime directory at once even if the first service was killed, since the control
-    // daemon has not inherited the lock.
+    // A control daemon does not inherit the lock of the runtime directory. So the next service gets the lock although the
+    // control daemon still runs.
     host.signal(Signal::KILL);
     host.ended();
     assert!(alive(control_pid(&before)));
@@ -576,8 +558,7 @@ fn a_second_daemon_by_hand_ends_nobody_s_work(topology: Topology) {
     host.nothing_runs();
 }
 
-/// The kernel releases the runtime directory's lock of a killed service a moment after the kill, and a service that starts
-/// waits for the lock.
+/// The kernel releases the lock of a killed service a moment after the kill. So a service that starts waits for the lock.
 #[test]
 fn a_start_waits_a_moment_for_the_lock_of_a_service_that_is_on_its_way_out() {
     let mut host = Host::new("h200");
@@ -595,14 +576,14 @@ fn a_start_waits_a_moment_for_the_lock_of_a_service_that_is_on_its_way_out() {
     assert_eq!(host.stop().code(), Some(0));
 }
 
-/// Wraps the host's front end: the wrapper records each run of the front end in one file, and each time that two front ends
-/// run at once in another file. Returns the paths of both files.
+/// Wraps the front end in a script. It adds a line to one file for each run, and to another file if two front ends run at once.
+/// Returns the paths of both files.
 fn watched_front_ends(host: &mut Host) -> (PathBuf, PathBuf) {
     let (real, wrapper) = (host.path("bin"), host.path("wrapper"));
     let (runs, overlaps) = (host.path("runs"), host.path("overlaps"));
     fs::create_dir(&wrapper).unwrap();
     let program = wrapper.join("nvidia-cuda-mps-control");
-    // In the script, descriptor 9 holds the lock until the front end ends.
+    // Descriptor 9 has the lock until the front end ends.
     let script = format!(
         "#!/bin/bash\nreal={}/nvidia-cuda-mps-control\n\
          [ $# -eq 0 ] && grep -q ^yunion-mps-daem /proc/$PPID/comm || exec $real \"$@\"\n\
@@ -618,13 +599,13 @@ fn watched_front_ends(host: &mut Host) -> (PathBuf, PathBuf) {
     (runs, overlaps)
 }
 
-/// Runs all these commands at the same time, two processes for each command, and each process runs its command three times.
+/// Runs all commands at once: two processes for each command, each of which runs it three times.
 fn ask_at_once(host: &Host, ways: &[&[&str]]) {
     std::thread::scope(|scope| {
         for way in ways.iter().cycle().take(2 * ways.len()) {
             scope.spawn(move || {
                 for _ in 0..3 {
-                    // The test does not check the exit status, since the service may refuse the request.
+                    // The service may refuse a request. So the exit status does not matter.
                     let (program, arguments) = way.split_first().unwrap();
                     host.command(binaries().join(program)).args(arguments).output().unwrap();
                 }
@@ -633,8 +614,8 @@ fn ask_at_once(host: &Host, ways: &[&[&str]]) {
     });
 }
 
-/// While many callers send requests to the service at once, and the control daemon serves, restarts and ends, the control
-/// daemon gets only one command at a time from the service.
+/// Many callers send requests while the control daemon serves, restarts and ends. The service sends the control daemon only one
+/// command at a time.
 #[test]
 fn a_control_daemon_is_asked_one_thing_at_a_time() {
     let mut host = Host::new("h200");
@@ -649,7 +630,7 @@ fn a_control_daemon_is_asked_one_thing_at_a_time() {
     let restart: Vec<&str> = restart.split_ascii_whitespace().collect();
     let runs = || fs::read_to_string(&runs).unwrap_or_default().len();
     let begun = runs();
-    // While the client runs, the service can't restart the client's server, so it refuses the requests to restart it.
+    // While the server has a client, the service refuses to restart it.
     ask_at_once(&host, &[&list, &release, &restart, &["yunion-mpsctl", "reload"]]);
     assert!(runs() > begun + 12, "{begun} and then {}", runs());
     assert_eq!(client.try_wait().unwrap(), None);
@@ -669,7 +650,7 @@ fn a_control_daemon_is_asked_one_thing_at_a_time() {
     assert_eq!(fs::read_to_string(&overlaps).unwrap_or_default().len(), 0, "asked two things at a time");
 }
 
-/// Starts a CUDA program that does not use MPS, and waits until the program has opened the GPU.
+/// Starts a CUDA program that does not use MPS, and waits until it has opened the GPU.
 fn program_without_mps(host: &Host) -> Child {
     let program = start_without_mps(host).spawn().unwrap();
     let entry = host.path(&format!("gpus/0/processes/{}", program.id()));
@@ -683,8 +664,8 @@ fn start_without_mps(host: &Host) -> Command {
     command
 }
 
-/// Starts a thread that reads a GPU's compute mode every millisecond until `go_on` is false, and returns all modes that it
-/// has read.
+/// Reads the compute mode of a GPU every millisecond until `go_on` is false, in a thread that returns all modes that it has
+/// seen.
 fn watch_mode(host: &Host, go_on: &Arc<AtomicBool>) -> JoinHandle<BTreeSet<String>> {
     let (file, go_on) = (host.path("gpus/0/compute_mode"), Arc::clone(go_on));
     spawn(move || {
@@ -697,9 +678,8 @@ fn watch_mode(host: &Host, go_on: &Arc<AtomicBool>) -> JoinHandle<BTreeSet<Strin
     })
 }
 
-/// The service and the control daemon are killed together, and a program without MPS opens the GPU before the service is
-/// started again: no second program without MPS gets the GPU during restarts and reloads of the service, and the service
-/// serves the GPU as soon as the program has ended.
+/// The service and its control daemon are killed, and a program without MPS opens the GPU. During restarts and reloads, no
+/// second program without MPS may open the GPU. When the program has ended, the service serves the GPU.
 #[test]
 fn a_program_that_slips_in_opens_the_gpu_to_nobody() {
     for board in ["h200", "tesla-p40"] {
@@ -722,8 +702,7 @@ fn a_program_that_slips_in_opens_the_gpu_to_nobody() {
         host.ended();
         host.start();
         host.wait_for_failure(&held);
-        // The service does not end the program that has the GPU. The compute mode of the GPU keeps other programs without MPS
-        // out.
+        // The service does not end the program. The compute mode keeps other programs without MPS out.
         assert!(!start_without_mps(&host).status().unwrap().success());
         assert_eq!(slipped_in.try_wait().unwrap(), None);
 
@@ -735,15 +714,15 @@ fn a_program_that_slips_in_opens_the_gpu_to_nobody() {
         assert!(host.list().iter().all(|device| device["healthy"] == true));
         go_on.store(false, Ordering::Relaxed);
         assert_eq!(modes.join().unwrap(), BTreeSet::from(["Exclusive_Process".to_owned()]));
-        // A stop of the service restores the compute mode from before its first start.
+        // A stop restores the compute mode from before the first start.
         assert_eq!(host.stop().code(), Some(0));
         assert_eq!(host.compute_mode(0), "Default");
         host.nothing_runs();
     }
 }
 
-/// If a program without MPS uses a GPU at the first start of the service, the service gives the GPU a compute mode that keeps
-/// further programs out, unless the service may not set compute modes.
+/// A program without MPS uses the GPU at the first start of the service. The service sets a compute mode that keeps further
+/// programs out, unless the configuration forbids it to set compute modes.
 #[test]
 fn a_gpu_that_is_held_is_closed_to_others() {
     for ours in [true, false] {
@@ -758,8 +737,7 @@ fn a_gpu_that_is_held_is_closed_to_others() {
             host.wait_for_status("served beside it", |status| status["control_daemons"][0]["pid"].is_u64());
         }
         assert_eq!(program.try_wait().unwrap(), None);
-        // If the configuration disables MPS, the service restores the compute mode of the GPU at once, although the program
-        // still uses the GPU.
+        // After MPS is disabled, the service restores the compute mode at once, even while the program uses the GPU.
         host.configure("enable_cuda_mps: false");
         assert!(host.call("Control.Reload").status.success());
         wait_for("the mode of before", || (host.compute_mode(0) == "Default").then_some(()));
@@ -774,7 +752,6 @@ fn a_gpu_that_is_held_is_closed_to_others() {
     }
 }
 
-/// If one call to NVML fails while the service starts, the service takes a running control daemon over nevertheless.
 fn one_nvml_error_at_a_restart_ends_nothing(topology: Topology) {
     for board in ["h200", "h200x8"] {
         let mut host = Host::serving_as(topology, board);
@@ -793,8 +770,8 @@ fn one_nvml_error_at_a_restart_ends_nothing(topology: Topology) {
     }
 }
 
-/// The service reports an NVML error that lasts. Because of this error, the service ends no client and changes no compute
-/// mode that keeps programs without MPS out.
+/// NVML fails again and again. The service reports this, ends no client, and does not change a compute mode that keeps programs
+/// without MPS out.
 fn an_nvml_error_that_lasts_opens_no_gpu(topology: Topology) {
     let mut host = Host::serving_as(topology, "h200");
     let before = host.wait_for_state("ready");
@@ -819,8 +796,8 @@ fn an_nvml_error_that_lasts_opens_no_gpu(topology: Topology) {
     assert_eq!(host.compute_mode(0), "Default");
 }
 
-/// `yunion-mpsctl status` takes its values from several answers of the service. If the state changes between two answers, the
-/// status must not show a ready service with a control daemon that has ended.
+/// `yunion-mpsctl status` combines several answers of the service. The state may change between them, but the output must be of
+/// one moment: no ready service with a control daemon that has ended.
 fn a_status_is_of_one_moment(topology: Topology) {
     for _ in 0..10 {
         let mut host = Host::serving_as(topology, "h200");

@@ -1,4 +1,4 @@
-//! yunion-mpsctl on a terminal.
+//! Tests of yunion-mpsctl's output on a terminal.
 
 use common::published::events::Event;
 
@@ -7,11 +7,10 @@ use crate::support::host::mpsctl;
 use crate::support::service::Service;
 use crate::support::snapshot::{P40, p40_board, serving, tesla_p40};
 
-/// The output of `yunion-mpsctl` with `arguments` on a terminal with `columns` columns, with these environment
-/// variables.
+/// Returns the output of yunion-mpsctl on a terminal with `columns` columns.
 async fn shown(service: &Service, columns: u32, variables: &[(&str, &str)], arguments: &str) -> String {
     let program = mpsctl();
-    // `exec env` sets the variables, since a shell would set COLUMNS itself.
+    // A shell would set `COLUMNS` itself. So `exec env` sets the variables after the shell.
     let variables: String = variables.iter().map(|(name, value)| format!("{name}={value} ")).collect();
     let script = format!("stty cols {columns} rows 50 && exec env {variables}'{program}' {arguments}");
     let mut command = service.bus.command("script");
@@ -56,7 +55,7 @@ async fn no_line_is_longer_than_the_terminal_is_wide() {
             assert!(longest <= usize::try_from(columns).unwrap(), "{longest} > {columns}:\n{screen}");
             assert!(screen.contains("00:06.0") && screen.contains("HEALTH"), "{screen}");
         }
-        // COLUMNS overrides the width of the terminal.
+        // `COLUMNS` has precedence over the width of the terminal.
         let screen = shown(&service, 200, &[("COLUMNS", "80")], arguments).await;
         assert!((60..=80).contains(&longest(&screen)), "{screen}");
     }
@@ -68,7 +67,6 @@ async fn no_line_is_longer_than_the_terminal_is_wide() {
         let screen = shown(&service, 80, &[], arguments).await;
         assert!(!screen.contains("no room"), "{screen}");
     }
-    // The table of `list --platform` has the same width on every terminal.
     let table = shown(&service, 80, &[], "list --platform").await;
     assert!(longest(&table) > 200, "{table}");
 }
@@ -78,7 +76,7 @@ async fn colours_are_for_terminals_that_want_them() {
     let service = service().await;
     for arguments in ["list", "list --gpus", "status"] {
         let screen = shown(&service, 200, &[], arguments).await;
-        // The colours are numbers of the terminal's own palette: 3 is yellow, and 1 is red.
+        // Colours are numbers in the terminal's own palette: 3 is yellow, and 1 is red.
         let green = ("status" == arguments).then_some("\u{1b}[38;5;3m");
         for colour in ["\u{1b}[38;5;3mnot enforced", "\u{1b}[38;5;1mnot served"].into_iter().chain(green) {
             assert!(screen.contains(colour), "{arguments}: {screen:?}");
@@ -94,9 +92,9 @@ async fn colours_are_for_terminals_that_want_them() {
         piped.args(arguments.split(' ')).env("CLICOLOR_FORCE", "1");
         let piped = printed(&mut piped).await;
         assert!(!piped.contains('\u{1b}') && !piped.contains("no room"), "{piped:?}");
-        // The output has the reason why the GPU is not served on one line, and once for the whole GPU.
+        // In a pipe, the reason for the unserved GPU is on one line, and appears once for the whole GPU.
         assert_eq!(piped.matches("nothing but a reset of the GPU").count(), 1, "{piped}");
-        // COLUMNS also counts if the output is a pipe, so that `watch` shows whole lines.
+        // `COLUMNS` counts for a pipe too. So `watch` can show whole lines.
         let mut narrow = service.bus.command(mpsctl());
         narrow.args(arguments.split(' ')).env("COLUMNS", "60");
         let narrow = printed(&mut narrow).await;

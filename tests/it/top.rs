@@ -1,4 +1,4 @@
-//! `yunion-mpsctl top` on a terminal, while the service runs.
+//! Tests of `yunion-mpsctl top` on a terminal.
 
 use std::process::Command;
 use std::time::{Duration, Instant};
@@ -16,7 +16,7 @@ fn top(host: &Host) -> Command {
     command
 }
 
-/// Starts `top`, and waits until it shows the slices.
+/// Starts `top`, and waits until it shows slices and clients.
 fn started(host: &Host, rows: u16, columns: u16) -> Screen {
     let screen = Screen::start(&top(host), rows, columns);
     screen.wait_for("Slices ");
@@ -28,12 +28,10 @@ fn client(host: &Host, device: &str) -> Client {
     host.served(&mut host.program_of(device, &["hold", "600"]))
 }
 
-/// The number of columns of the widest line.
 fn longest(text: &str) -> usize {
     text.lines().map(|line| line.trim_end().chars().count()).max().unwrap()
 }
 
-/// The PIDs among the clients, from top to bottom.
 fn shown_pids(text: &str) -> Vec<u32> {
     let clients = text.lines().skip_while(|line| !line.starts_with("Clients")).skip(2);
     clients
@@ -51,8 +49,8 @@ fn clients_come_are_sorted_and_are_ended() {
     screen.wait_for("ready");
     screen.wait_for("control daemon shared is ready");
 
-    // The screen must show the client within 2 s. On a busy machine the service itself may need longer to list the
-    // client, so the 2 s begin when the service lists it.
+    // `top` must show a new client within 2 s. On a busy machine the service may need longer to list it. So the 2 s begin when
+    // the service lists it.
     let mut one = Client::start(&mut host.program_of(&device(1), &["hold", "600"]));
     host.wait_for_only_client();
     let listed = Instant::now();
@@ -63,7 +61,7 @@ fn clients_come_are_sorted_and_are_ended() {
     pids.sort_unstable();
     screen.wait_until("both clients by PID", |text| shown_pids(text) == pids);
 
-    // Tab and `r` reverse the order of the clients by PID.
+    // Tab selects the table of clients, and `r` reverses its order.
     screen.keys("\tr");
     pids.reverse();
     screen.wait_until("both reversed", |text| shown_pids(text) == pids && text.contains("by PID, reversed"));
@@ -71,7 +69,7 @@ fn clients_come_are_sorted_and_are_ended() {
     let by_slice = [other.id(), one.id()];
     screen.wait_until("both by slice", |text| shown_pids(text) == by_slice && text.contains("by SLICE"));
 
-    // Tab and `jj` select the second slice, and `top` shows only the clients of this slice.
+    // Tab and `jj` select the second slice. `top` then shows only the clients of this slice.
     screen.keys("\tjj");
     let of = format!("Clients of {} (1)", device(1));
     screen.wait_until("one slice", |text| text.contains(&of) && shown_pids(text) == [one.id()]);
@@ -79,7 +77,7 @@ fn clients_come_are_sorted_and_are_ended() {
     screen.wait_until("the other", |text| shown_pids(text) == [other.id()]);
     screen.keys("j\t");
 
-    // The test answers the question of `top` with no first, and then with yes.
+    // The test answers the first question of `top` with no, and the second with yes.
     let question = format!("End the GPU work of process {} (", one.id());
     screen.keys("t");
     screen.wait_until("a question", |text| text.contains(&question) && text.contains("? y/N"));
@@ -96,7 +94,7 @@ fn clients_come_are_sorted_and_are_ended() {
     screen.keys("q");
     assert_eq!(screen.ended(), 0);
     screen.wait_until_restored();
-    // `top` writes green as the terminal's own numbered colour, and not as an RGB value.
+    // Green is the numbered colour of the terminal's palette, and no RGB value.
     let written = screen.written();
     assert!(written.contains("\u{1b}[38;5;2") && !written.contains("38;2;"), "{written:?}");
 }
@@ -108,7 +106,7 @@ fn a_narrow_terminal_shows_less_and_names_it() {
     let mut screen = started(&host, 40, 160);
     screen.wait_until("everything", |text| text.contains("CONTAINER") && !text.contains("no room for"));
     screen.resize(20, 60);
-    // The test may read the screen in the middle of a drawing, so it waits for each part.
+    // The test may read the screen while `top` draws it. So the test waits for each part.
     let parts = [
         "ready",
         "driver ",
@@ -147,7 +145,7 @@ fn the_service_may_be_started_again() {
                 && text.contains("00:06.0-3")
         });
     }
-    // `top` still handles keys while the service does not run.
+    // While the service does not run, `top` still handles keys.
     screen.keys("\u{1b}");
     assert_eq!(screen.ended(), 0);
     screen.wait_until_restored();
@@ -159,7 +157,7 @@ fn keys_work_while_a_question_takes_its_time() {
     let _client = client(&host, "00:06.0-1");
     let mut screen = started(&host, 30, 100);
     screen.wait_for("1 client ");
-    // SIGSTOP stops the service, so the service does not answer `top`.
+    // A stopped service does not answer `top`.
     host.signal(Signal::STOP);
     screen.wait_for("; as of ");
     screen.keys("jj");
@@ -184,8 +182,8 @@ fn the_terminal_is_given_back_after_a_signal_and_for_the_shell() {
         assert_eq!(screen.ended(), status);
         screen.wait_until_restored();
     }
-    // In a shell, Ctrl-Z would stop `top`. In this test `top` is the only program of its session, and the kernel
-    // ignores a stop by Ctrl-Z there. The test stops `top` by SIGSTOP instead.
+    // In a shell, Ctrl-Z would stop `top`. Here `top` is the only program of its session, so the kernel ignores a stop by
+    // Ctrl-Z. SIGSTOP stops `top` instead.
     let mut screen = started(&host, 24, 80);
     signal_pid(screen.pid(), Signal::STOP);
     wait_for("a stopped program", || (process_state(screen.pid()) == Some('T')).then_some(()));

@@ -1,10 +1,10 @@
-//! Tests that the documents in Chinese say the same as the documents in English: everything except the prose is equal.
+//! Tests that the Chinese documents agree with the English documents in everything that is not prose.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
 use std::path::Path;
 
-/// The documents with a translation into Chinese, each with its translation.
+/// Each English document, with its Chinese translation.
 const PAGES: [(&str, &str); 4] = [
     ("README.md", "README.zh-CN.md"),
     ("docs/troubleshooting.md", "docs/troubleshooting.zh-CN.md"),
@@ -21,7 +21,7 @@ fn is_chinese(text: &str) -> bool {
     text.chars().any(|letter| ('\u{4e00}'..='\u{9fff}').contains(&letter))
 }
 
-/// The words of a text that no translation changes, each once: code, and numbers next to code.
+/// Returns the words that a translation must not change: code, and numbers outside of code.
 fn fixed(text: &str) -> BTreeSet<&str> {
     let code = text.split('`').skip(1).step_by(2);
     let beside = text.split('`').step_by(2);
@@ -29,23 +29,23 @@ fn fixed(text: &str) -> BTreeSet<&str> {
     code.chain(numbers.filter(|number| !number.is_empty())).collect()
 }
 
-/// A line of a command block without its comment, which begins with a # at the beginning of a word.
+/// Removes the comment from a line of a command block. A comment begins with a # at the beginning of a word.
 fn command(line: &str) -> &str {
     let mut places = line.match_indices('#').map(|(place, _)| line.split_at(place).0);
     places.find(|before| before.is_empty() || before.ends_with(' ')).unwrap_or(line).trim_end()
 }
 
-/// The cells of a row in a table.
 fn cells(row: &str) -> Vec<&str> {
     row.trim_matches('|').split('|').map(str::trim).collect()
 }
 
-/// A page without its prose: each heading, command, row and picture, and the fixed words in the prose of each section.
+/// Returns all of a page except its prose: headings, commands, rows and pictures, and the fixed words in the prose of each
+/// section.
 fn outline(page: &str) -> Vec<String> {
     let mut outline = Vec::new();
     let mut prose = String::new();
     let mut is_screen = false;
-    // The loop adds a heading at the end of the page, since each heading ends the section before it.
+    // A heading ends the section before it. So another heading is added at the end of the page.
     for line in page.lines().chain(["#"]) {
         if line.starts_with("```") {
             is_screen = !is_screen;
@@ -112,14 +112,12 @@ fn each_language_leads_to_the_other() {
         assert_eq!(first_line(english), format!("English | [简体中文]({})", name(chinese)));
         assert_eq!(first_line(chinese), format!("[English]({}) | 简体中文", name(english)));
     }
-    // Each README links to every other page in its own language.
     for (english, chinese) in &PAGES[1..] {
         assert!(read("README.md").contains(&format!("]({english})")), "{english}");
         assert!(read("README.zh-CN.md").contains(&format!("]({chinese})")), "{chinese}");
     }
 }
 
-/// The anchor that a heading gets on a web page.
 fn anchor(heading: &str) -> String {
     let kept = heading.trim_start_matches('#').trim().to_lowercase();
     let kept = kept.chars().filter(|letter| letter.is_alphanumeric() || [' ', '-', '_'].contains(letter));
@@ -142,7 +140,7 @@ fn every_link_leads_somewhere() {
     }
 }
 
-/// Words in the sources of `yunion-mpsctl doctor` that look like the name of a finding, and are none.
+/// Words in the sources of `yunion-mpsctl doctor` that only look like names of findings.
 const NO_FINDINGS: [&str; 10] = [
     "bad-setting",
     "control-group",
@@ -163,8 +161,7 @@ fn looks_like_a_name(text: &str) -> bool {
             .all(|word| !word.is_empty() && word.bytes().all(|letter| letter.is_ascii_lowercase()))
 }
 
-/// The findings that the sources of `yunion-mpsctl doctor` name, with the severities that stand directly before the
-/// names.
+/// Returns the names of the findings in the sources of `yunion-mpsctl doctor`, each with the severities that stand before it.
 fn findings() -> BTreeMap<String, BTreeSet<&'static str>> {
     let directory = Path::new(env!("CARGO_MANIFEST_DIR")).join("crates/mpsctl/src/doctor");
     let mut sources: Vec<String> = fs::read_dir(directory)
@@ -222,24 +219,22 @@ fn every_finding_of_doctor_is_explained_once() {
     }
 }
 
-/// The text of a manual page in Chinese, with plain hyphens.
+/// Returns the text of a Chinese manual page, with groff's hyphens replaced by plain hyphens.
 fn chinese_manual(name: &str) -> String {
     read(&format!("packaging/man/zh_CN/{name}")).replace("\\-", "-")
 }
 
-/// The terms that a part of a manual page in Chinese explains.
 fn terms(part: &str) -> Vec<&str> {
     let lines: Vec<&str> = part.lines().collect();
     lines.windows(2).filter(|pair| pair[0] == ".TP").map(|pair| pair[1]).collect()
 }
 
-/// A key of a configuration file, with its default: `default: VALUE` in the language of the page.
+/// Returns a key of the configuration and its default. The page writes the default as `default: VALUE` in its own language.
 fn key(key: &str, default: &str) -> (String, Option<String>) {
     let default = default.split_once(": ").map(|(_, default)| default.trim_end_matches(')').to_owned());
     (key.to_owned(), default)
 }
 
-/// The keys that the English manual page explains, in the order of the page.
 fn keys_of_manual() -> Vec<(String, Option<String>)> {
     let page = read("packaging/man/yunion-mps-host.conf.5");
     let items = page.lines().filter_map(|line| line.strip_prefix(".It Ic "));
@@ -258,7 +253,6 @@ fn the_manual_of_the_configuration_has_the_same_keys() {
     assert_eq!(keys, keys_of_manual());
 }
 
-/// The long options that a part of a manual page in Chinese explains.
 fn options_in(part: &str) -> BTreeSet<String> {
     let is_of_option = |letter: char| letter.is_ascii_lowercase() || letter == '-';
     let words = terms(part).into_iter().flat_map(|term| term.split(|letter| !is_of_option(letter)));
@@ -304,7 +298,7 @@ fn the_manual_of_yunion_mpsctl_has_every_subcommand_and_option() {
     let all = command.get_subcommands().filter(|subcommand| subcommand.get_name() != "help");
     let mut all: Vec<(&str, BTreeSet<String>)> =
         all.map(|subcommand| (subcommand.get_name(), options_of(subcommand))).collect();
-    // Every command has `--help`, which the manual page names only once, at the beginning of the page.
+    // The manual page explains `--help` once for all commands, at its beginning.
     for (name, options) in &mut all {
         assert!(options.remove("help"), "{name}");
     }
@@ -312,7 +306,7 @@ fn the_manual_of_yunion_mpsctl_has_every_subcommand_and_option() {
     assert_eq!(options_in(beginning), options_of(&command));
 }
 
-/// Each key of host.conf with the comment above it.
+/// Returns each key in host.conf, with the comment above it.
 fn keys_of_host_conf() -> Vec<(String, String)> {
     let text = read("config/host.conf");
     let with_key = |paragraph: &str| {
@@ -323,8 +317,8 @@ fn keys_of_host_conf() -> Vec<(String, String)> {
     text.split("\n\n").filter_map(with_key).collect()
 }
 
-/// Each key of an entry in the device file with its explanation: a line `#   KEY   TEXT`, and the lines below it that
-/// are indented further.
+/// Returns each key of an entry in the device file, with its explanation. It is a line `#   KEY   TEXT` with the lines below it
+/// that are indented further.
 fn keys_of_device_file() -> Vec<(String, String)> {
     let text = read("config/host_container_device.yml");
     let mut keys: Vec<(String, String)> = Vec::new();
@@ -351,7 +345,7 @@ fn the_examples_explain_every_key_in_both_languages() {
     let manual: Vec<String> = keys_of_manual().into_iter().map(|(key, _)| key).collect();
     assert_eq!([names(&host_conf), names(&device_file)].concat(), manual);
     for (key, comment) in host_conf.into_iter().chain(device_file) {
-        // The English comment of a key comes first, and the Chinese comment below it.
+        // The English comment of a key comes first, then the Chinese comment.
         let languages: Vec<bool> = comment.lines().map(is_chinese).collect();
         assert!(languages.is_sorted(), "{key}: {comment}");
         assert_eq!((languages.first(), languages.last()), (Some(&false), Some(&true)), "{key}: {comment}");

@@ -1,4 +1,4 @@
-//! Tests of the systemd files that are shipped, by systemd's own programs.
+//! Tests the shipped systemd files with systemd's own programs.
 
 use crate::support::host::{flag_can_be_set, mpsctl};
 use std::fs;
@@ -8,7 +8,6 @@ use std::process::{Command, Output};
 
 use crate::support::skip::root_or_skip;
 
-/// A file of systemd/ in the source tree.
 fn shipped(name: &str) -> String {
     let path = PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("systemd").join(name);
     fs::read_to_string(&path).unwrap_or_else(|error| panic!("{}: {error}", path.display()))
@@ -18,18 +17,19 @@ fn run(command: &mut Command) -> Output {
     command.output().unwrap_or_else(|error| panic!("{command:?}: {error}; scripts/deps.sh installs it"))
 }
 
-/// The complaints of `systemd-analyze verify` about this unit, without its complaints about other units of the machine.
+/// Returns the complaints of `systemd-analyze verify` about this unit. Complaints about other units of the machine are left
+/// out.
 fn verify(unit: &str) -> Vec<String> {
     let directory = tempfile::tempdir().unwrap();
     let path = directory.path().join("yunion-mps-daemon.service");
     fs::write(&path, unit).unwrap();
-    // `packaging.rs` checks the manual pages that the unit names, so they are not checked here.
+    // `packaging.rs` checks that the unit's manual pages exist.
     let output = run(Command::new("systemd-analyze").args(["verify", "--man=no"]).arg(&path));
     let text = String::from_utf8_lossy(&output.stderr).into_owned();
     text.lines().filter(|line| line.contains("yunion-mps-daemon")).map(str::to_owned).collect()
 }
 
-/// The shipped unit, with paths to the built programs, as if these programs were installed.
+/// Returns the shipped unit with the paths of the built programs, which exist without an installation.
 fn installed_unit() -> String {
     let unit = shipped("yunion-mps-daemon.service");
     let installed = |unit: String, line: &str, built: &str| {
@@ -53,20 +53,20 @@ fn systemd_would_complain_about_a_misspelt_unit() {
     assert!(complaints.iter().any(|line| line.contains("WatchdgSec")), "{complaints:?}");
 }
 
-/// Tests that the shipped unit has the lines on which clients and the code of the service depend.
+/// Clients and the service's code depend on these lines of the unit.
 #[test]
 fn the_unit_keeps_its_promises() {
     let unit = shipped("yunion-mps-daemon.service");
     let lines: Vec<&str> = unit.lines().collect();
     for promise in [
         "Type=notify",
-        // With `KillMode=process`, the end of the service does not end control daemons and their clients.
+        // With `KillMode=process`, the end of the service does not end the control daemons and their clients.
         "KillMode=process",
         "ExecReload=/usr/bin/yunion-mpsctl reload",
         "Restart=on-failure",
-        // The service exits with status 78 if its configuration is wrong.
+        // A wrong configuration ends the service with status 78. A restart would fail too.
         "RestartPreventExitStatus=78",
-        // The runtime directory has the service's state file, and must outlive a restart of the service.
+        // The state file in this directory must outlive a restart of the service.
         "RuntimeDirectory=yunion-mps-daemon",
         "RuntimeDirectoryPreserve=yes",
         "WantedBy=multi-user.target",
@@ -75,14 +75,13 @@ fn the_unit_keeps_its_promises() {
     }
     let capabilities = lines.iter().find(|line| line.starts_with("CapabilityBoundingSet=")).unwrap();
     assert!(capabilities.ends_with(" CAP_LINUX_IMMUTABLE"), "nobody else changes the directories of links");
-    // By default the service may use the directories in this value of `ReadWritePaths`. Containers mount the pipe
-    // directory from the host's /tmp.
+    // The service may write to these directories. The pipe directory is in the host's /tmp, since containers mount it from
+    // there.
     assert!(lines.contains(&"ReadWritePaths=/tmp /var/log -/run/cdi"), "directories.rs names them");
     assert!(!lines.iter().any(|line| line.starts_with("PrivateTmp=")), "PrivateTmp hides the pipe directory");
 }
 
-/// The time that the unit allows for a stop is at least the longest `cuda_mps_quit_timeout`, and a minute for the other
-/// steps of the stop.
+/// A stop may take the longest `cuda_mps_quit_timeout`, and a minute for its other steps. The unit must allow this time.
 #[test]
 fn a_stop_may_take_as_long_as_the_configuration_allows() {
     let unit = shipped("yunion-mps-daemon.service");
@@ -94,8 +93,7 @@ fn a_stop_may_take_as_long_as_the_configuration_allows() {
     assert!(minutes * 60 >= longest + 60, "TimeoutStopSec={time}, cuda_mps_quit_timeout up to {longest} s");
 }
 
-/// Tests that the unit's sandbox is as tight as docs/operations.md says, and no tighter than a sandbox that was tried
-/// on a GPU.
+/// The unit's sandbox is as tight as docs/operations.md says, and no tighter than a sandbox that was tried on a real GPU.
 #[test]
 fn the_exposure_is_the_documented_one() {
     let directory = tempfile::tempdir().unwrap();
@@ -114,7 +112,6 @@ fn the_exposure_is_the_documented_one() {
     assert!(exposure < 4.0, "{exposure}");
 }
 
-/// The paths of all files and directories below `root`, relative to `root` and sorted.
 fn tree(root: &Path) -> Vec<String> {
     let mut found = Vec::new();
     let mut left = vec![root.to_path_buf()];
@@ -131,8 +128,8 @@ fn tree(root: &Path) -> Vec<String> {
     found
 }
 
-/// At boot, and when the package is installed, the pipe directory in /tmp becomes root's, even if a user has made it
-/// before. Files that a power failure has left immutable can be removed.
+/// At boot and at an installation, root becomes the owner of the pipe directory in /tmp, even if a user has made it. Files with
+/// the immutable flag from before a power failure can be removed.
 #[test]
 fn the_directory_in_tmp_is_made_root_s() {
     if !root_or_skip("the_directory_in_tmp_is_made_root_s") {
@@ -180,8 +177,7 @@ fn the_directory_in_tmp_is_made_root_s() {
     }
 }
 
-/// A real clean-up of a /tmp by systemd-tmpfiles, with an age of 0 for each file, removes everything except the
-/// directories of MPS.
+/// systemd-tmpfiles cleans a /tmp in which all files are old. It removes all of them except the directories of MPS.
 #[test]
 fn ageing_spares_the_pipe_and_log_directories_alone() {
     let root = tempfile::tempdir().unwrap();
@@ -203,7 +199,7 @@ fn ageing_spares_the_pipe_and_log_directories_alone() {
     fs::create_dir_all(&snippets).unwrap();
     let shipped = shipped("yunion-mps-daemon.tmpfiles.conf");
     fs::write(snippets.join("yunion-mps-daemon.conf"), shipped).unwrap();
-    // With the age 0 in this line, systemd-tmpfiles removes files of any age.
+    // The age 0 makes systemd-tmpfiles remove files of any age.
     fs::write(snippets.join("tmp.conf"), "d /tmp 1777 - - 0\n").unwrap();
 
     let mut root_option = std::ffi::OsString::from("--root=");

@@ -1,4 +1,4 @@
-//! Commands that wait for the service or follow it: `is-ready`, `events --follow` and `status --watch`.
+//! Tests of commands that wait for the service or follow it: `is-ready`, `events --follow` and `status --watch`.
 
 use std::fs::{self, File};
 use std::io::{BufRead, BufReader, Read};
@@ -58,7 +58,6 @@ async fn is_ready_waits_for_the_service_and_no_longer_than_it_may() {
     assert!(status == Some(3) && complained.contains("is not running"), "{status:?} {complained}");
     assert!(begun.elapsed() >= Duration::from_secs(1), "{:?}", begun.elapsed());
 
-    // The service starts while `is-ready` waits, and becomes ready later.
     let mut waiting = ctl(&bus, &["is-ready", "--wait", "600"]);
     let waiting = tokio::spawn(async move { ended(&mut waiting).await });
     let mut service = Service::start_on(bus, starting()).await;
@@ -69,8 +68,7 @@ async fn is_ready_waits_for_the_service_and_no_longer_than_it_may() {
     assert_eq!(waiting.await.unwrap(), (Some(0), "ready\n".to_owned(), String::new()));
 }
 
-/// A running `yunion-mpsctl` that follows the service, and the files with its output. The program ends when this value
-/// is dropped.
+/// A yunion-mpsctl that follows the service, and the files with its output. The program ends when this value is dropped.
 struct Follower {
     program: Client,
     files: tempfile::TempDir,
@@ -93,8 +91,8 @@ impl Follower {
         wait_for(text, || self.text(name).contains(text).then_some(()));
     }
 
-    /// The number of times that the program has printed that the service does not run. The program reports a question
-    /// that the service has not answered before its end in another message.
+    /// Counts the messages that the service does not run. A question that the service leaves unanswered when it ends causes
+    /// another message.
     fn absences(&self) -> usize {
         self.text("err").matches(NOT_RUNNING).count()
     }
@@ -120,7 +118,7 @@ fn events_are_followed_over_a_restart_of_the_service() {
         host.start();
         host.wait_for_state("ready");
         let all = String::from_utf8(host.mpsctl(&["events"]).stdout).unwrap();
-        // The order of the events differs between starts of the service, so the test waits for the last event of this
+        // The order of the events differs between starts of the service. So the test waits for the event that came last in this
         // start.
         let (_, last) = all.lines().last().unwrap().split_once("  ").unwrap();
         for (follower, before) in [&text, &json].into_iter().zip(before) {
@@ -139,7 +137,6 @@ fn events_are_followed_over_a_restart_of_the_service() {
         let event: Value = serde_json::from_str(line).unwrap();
         assert!(event["at"].is_u64() && event["text"].is_string(), "{line}");
     }
-    // No event is printed twice.
     let mut lines: Vec<&str> = json.lines().collect();
     lines.sort_unstable();
     lines.dedup();
@@ -157,7 +154,7 @@ fn a_reader_that_leaves_ends_the_following() {
     reader.read_line(&mut line).unwrap();
     assert!(line.starts_with("20"), "{line}");
     drop(reader);
-    // `yunion-mpsctl` notices that the reader has closed the pipe, although no further event comes.
+    // yunion-mpsctl notices the closed pipe although no further event comes.
     let status = wait_for("the end of yunion-mpsctl", || program.try_wait().unwrap());
     let mut complaint = String::new();
     program.stderr.take().unwrap().read_to_string(&mut complaint).unwrap();

@@ -1,10 +1,11 @@
-//! The programs of other packages that the tests use.
+//! Programs of other packages that the tests use.
 
 use std::path::{Path, PathBuf};
 
-/// A program that `scripts/fetch-programs.sh` has fetched.
+/// Returns the path of a program that `scripts/fetch-programs.sh` has fetched.
 ///
 /// # Panics
+///
 /// The program was not fetched.
 pub(crate) fn fetched(name: &str) -> PathBuf {
     let program = Path::new(env!("CARGO_MANIFEST_DIR")).join(".cache/programs").join(name);

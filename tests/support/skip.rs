@@ -1,16 +1,16 @@
-//! The only way for a test to skip a part. `skip` prints and counts each skipped part: `make test` prints all skipped
-//! parts at the end, and `.ci/run` allows only the reasons that are named here.
+//! The only way to skip a test or a part of it. `make test` prints all skipped parts at its end. `.ci/run` fails for a skipped
+//! part, unless this file allows its reason.
 
 use std::fs::File;
 use std::io::{self, Write};
 
-/// The environment variable with the path of a file that gets a line for each skipped part.
+/// The variable with the path of a file that gets a line for each skipped part.
 const LIST: &str = "YUNION_MPS_SKIPPED";
 
-/// The environment variable that forbids tests to skip a part, except for the reasons in [`EVEN_THERE`].
+/// The variable that forbids to skip a part, except for the reasons in [`EVEN_THERE`].
 const NOTHING: &str = "YUNION_MPS_SKIP_NOTHING";
 
-/// The reasons that are allowed even if [`NOTHING`] is set, each with an explanation.
+/// The reasons that are allowed even with [`NOTHING`], each with an explanation.
 const EVEN_THERE: &[(&str, &str)] = &[
     (
         "this machine can't lower an oom_score_adj",
@@ -23,7 +23,8 @@ const EVEN_THERE: &[(&str, &str)] = &[
 /// Skips a test, or the part of a test that `what` names.
 ///
 /// # Panics
-/// [`NOTHING`] is set, and the reason is not one of the allowed reasons.
+///
+/// [`NOTHING`] is set, and `reason` is not in [`EVEN_THERE`].
 pub(crate) fn skip(what: &str, reason: &str) {
     let excused = EVEN_THERE.iter().find(|(known, _)| *known == reason);
     if std::env::var_os(NOTHING).is_some() {
@@ -31,7 +32,7 @@ pub(crate) fn skip(what: &str, reason: &str) {
     }
     let why = excused.map(|(_, why)| format!(" ({why})")).unwrap_or_default();
     let line = format!("SKIP {what}: {reason}{why}\n");
-    // The line is written to stderr directly, since libtest does not show the output of `eprint` in a test that passes.
+    // libtest hides the output of `eprint` in a test that passes. So the line is written to stderr directly.
     let _ = io::stderr().write_all(line.as_bytes());
     if let Some(list) = std::env::var_os(LIST) {
         let list = File::options().create(true).append(true).open(list);
@@ -39,8 +40,7 @@ pub(crate) fn skip(what: &str, reason: &str) {
     }
 }
 
-/// True if the test runs as root, so that things which only root can do can be tried. If the test runs as another user, the
-/// test is skipped.
+/// Returns true if the test runs as root. Otherwise reports `what` as skipped.
 pub(crate) fn root_or_skip(what: &str) -> bool {
     let root = rustix::process::geteuid().is_root();
     if !root {

@@ -3,15 +3,13 @@
 use std::thread::sleep;
 use std::time::{Duration, Instant};
 
-/// The longest time that a test waits for any step on a busy machine. A test reaches this time only if the condition
-/// for which it waits can't come.
+/// The longest wait for any step, which only a defect can reach, even on a busy machine.
 pub(crate) const DEADLINE: Duration = Duration::from_secs(120);
 
-/// The pause between two looks of a waiting test at its condition.
+/// The pause between two checks of the condition.
 pub(crate) const PAUSE: Duration = Duration::from_millis(20);
 
-/// Calls `look` until it returns a value, and returns the value. The test fails at the deadline. `what` names the
-/// condition in the message of the failure.
+/// Calls `look` until it returns a value, and returns the value. At the deadline the test fails, and the failure names `what`.
 #[track_caller]
 pub(crate) fn wait_for<T>(what: &str, mut look: impl FnMut() -> Option<T>) -> T {
     let deadline = Instant::now() + DEADLINE;

@@ -1,5 +1,4 @@
-//! The command line of yunion-mps-daemon. The command line is in the library, since the build of the manual page needs it
-//! too.
+//! The command line of yunion-mps-daemon. The command line is in the library, since the build of the manual page needs it too.
 
 use std::path::PathBuf;
 
@@ -27,7 +26,7 @@ pub struct Arguments {
     pub json: bool,
 }
 
-/// The command line as data, for its manual page and completions.
+/// The parser of the command line, from which the build makes the manual page and the shell completions.
 pub fn command() -> clap::Command {
     Arguments::command()
 }

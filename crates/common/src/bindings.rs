@@ -9,25 +9,24 @@ use mps_core::bindings::{Binding, Bindings, BoundBy, ControlGroup};
 use mps_core::terms::DeviceName;
 use serde::{Deserialize, Deserializer, Serialize};
 
-/// A binding as an entry of the state file. The entry borrows its texts, so that writing copies nothing.
+/// A binding as an entry of the state file. The entry borrows its strings, so that writing the state file copies no string.
 #[derive(Serialize, Deserialize)]
 struct BindingEntry<'a> {
     control_group: Cow<'a, str>,
     inode: u64,
     slices: Vec<String>,
-    /// True if the service made the binding from the host agent's records. False if root asked for the binding.
+    /// True if the service made the binding from the host agent's records. False if root made the binding with `Bind`.
     #[serde(default)]
     by_platform: bool,
     label: Cow<'a, str>,
-    /// The time of the binding, in seconds since the host was started.
+    /// The time at which the binding was made, in seconds since the host was booted.
     since: u64,
     #[serde(default)]
     was_used: bool,
 }
 
-/// The bytes that a binding needs in the state file, with the comma before the next entry.
 pub fn bytes_of(binding: &Binding) -> usize {
-    // Serializing can't fail: the entry has only texts and numbers.
+    // Serializing can't fail, since the entry has only strings, numbers and booleans.
     serde_json::to_string(&BindingEntry::from(binding)).map_or(usize::MAX, |entry| entry.len() + ",".len())
 }
 
@@ -47,7 +46,7 @@ impl<'a> From<&'a Binding> for BindingEntry<'a> {
 
 impl From<BindingEntry<'_>> for Binding {
     fn from(entry: BindingEntry<'_>) -> Self {
-        // A slice whose name can't be parsed is left out: this host has no such slice.
+        // A string that is no name of a slice is dropped: no slice of this host can have that name.
         let slice = |name: &String| match name.parse() {
             Ok(DeviceName::Slice(slice)) => Some(slice),
             _ => None,
@@ -63,8 +62,8 @@ impl From<BindingEntry<'_>> for Binding {
     }
 }
 
-/// The bindings, with the JSON entries that the service last wrote to the state file. Most changes add one binding to thousands,
-/// so only the new entry is serialized.
+/// The bindings, with the JSON text that the service last wrote to the state file for them. Most changes add one binding to
+/// thousands, so the service serializes only the new binding and appends it to the text.
 #[derive(Debug, Default)]
 pub struct WrittenBindings {
     bindings: Arc<Bindings>,
@@ -72,7 +71,7 @@ pub struct WrittenBindings {
 }
 
 impl WrittenBindings {
-    /// The entries of `bindings` as JSON text, separated by commas.
+    /// The entries of `bindings` as JSON text, separated by commas, without brackets.
     pub fn entries(&mut self, bindings: &Arc<Bindings>) -> serde_json::Result<&str> {
         let before = mem::take(self);
         let (mut entries, more) = match bindings.added_to(&before.bindings) {
@@ -100,8 +99,8 @@ mod tests {
 
     use super::*;
 
-    /// The largest size that a binding may have includes everything that the file has for it, with any name of the control group
-    /// and any label.
+    /// The service limits the size of a binding by `bytes_of`. `bytes_of` must be exact for every path of a control group and
+    /// for every label, also for characters that JSON escapes.
     #[test]
     fn a_binding_has_the_bytes_that_are_written_of_it() {
         let gpu = "0001:1a:00.0".parse().unwrap();

@@ -1,6 +1,5 @@
-//! A number with its noun, for messages.
+//! Writes a number with its noun, for messages.
 
-/// A number with its noun in the right form, such as `1 client` and `2 clients`.
 pub fn counted(count: usize, thing: &str) -> String {
     let plural = if count == 1 { "" } else { "s" };
     format!("{count} {thing}{plural}")

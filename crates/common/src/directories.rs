@@ -1,5 +1,5 @@
-//! The pipe directory and the log directory, which are in /tmp by default. The service makes and checks both directories so that
-//! it follows nothing that another user has put into /tmp or another parent directory, and so that clients can trust the
+//! Makes and checks the pipe directory and the log directory, which are in /tmp by default. The service follows no symbolic
+//! link and uses no directory that another user has put into /tmp or another parent directory. So clients can trust these
 //! directories.
 
 pub mod immutable;
@@ -32,14 +32,13 @@ const MODE: u32 = 0o755;
 
 const PRIVATE: u32 = 0o700;
 
-/// The socket to which clients connect, and the mode that the control daemon gives the socket. A client needs the right to
-/// write in order to connect.
+/// The socket to which clients connect, and its mode. A client needs the right to write to the socket in order to connect.
 pub const SOCKET: &str = "control";
 const SOCKET_MODE: u32 = 0o666;
 
-/// Makes `path` and its missing parents, all with mode 0755, and opens `path`. Refused are a symbolic link in a directory where
-/// other users can write, a directory of another owner, anything that is no directory, and a parent that another user owns or in
-/// which all users can rename files.
+/// Makes `path` and its missing parents, all with mode 0755, and opens `path`. Fails if `path` or a parent is no directory,
+/// belongs to another user, or is a symbolic link that another user could have made. Also fails if all users can rename files
+/// in a parent.
 pub fn open(path: &Path) -> Result<OwnedFd, BadDirectory> {
     open_as(path, MODE)
 }
@@ -58,9 +57,9 @@ fn open_as(path: &Path, mode: u32) -> Result<OwnedFd, BadDirectory> {
     Ok(directory)
 }
 
-/// Like [`open`], for a directory `path` inside a `parent` that [`open`] returned. Anything else that has the name of the
-/// directory is renamed, and `moved` gets a message about the renaming: a user who can write in `parent` must not be able to
-/// prevent that the directory is made.
+/// Like [`open`], for a directory `path` inside a `parent` that [`open`] returned. A file, a symbolic link or another user's
+/// directory at `path` is renamed, and `moved` gets a message about the renaming. Otherwise a user who can write in `parent`
+/// could prevent the service from making the directory.
 pub fn open_in(parent: &OwnedFd, path: &Path, moved: &mut Vec<String>) -> Result<OwnedFd, BadDirectory> {
     let name = path.file_name().and_then(|name| name.to_str()).unwrap_or_default();
     let failed = |error: Errno| bad(path, format!("can't be made or opened: {error}"));
@@ -85,7 +84,7 @@ pub fn open_in(parent: &OwnedFd, path: &Path, moved: &mut Vec<String>) -> Result
     Err(bad(path, "is removed or replaced again and again by another program".to_owned()))
 }
 
-/// The most times that the service tries to make a file or directory that other programs remove or replace meanwhile.
+/// The number of times that the service tries to make a file or directory that other programs remove or replace meanwhile.
 pub const ATTEMPTS: u32 = 3;
 
 /// Renames the file or directory at `path`, which is in `directory`. `moved` gets a message with `why`, the reason for the
@@ -108,8 +107,8 @@ pub fn clear_place(
     Ok(())
 }
 
-/// Makes sure that a control daemon can make its FIFO in this pipe directory: a directory with the name of the FIFO, which was
-/// the log directory before, is renamed. Returns a message about the renaming of the directory.
+/// Renames a directory that has the name of a control daemon's FIFO in this pipe directory: an earlier configuration may have
+/// made it as the log directory. The control daemon could not make the FIFO. Returns a message if a directory was renamed.
 pub fn free_place_of_fifo(directory: &Path) -> Result<Option<String>, BadDirectory> {
     let path = directory.join(LOG_FIFO);
     let Some(there) = walk(directory, false)? else { return Ok(None) };
@@ -124,28 +123,25 @@ pub fn free_place_of_fifo(directory: &Path) -> Result<Option<String>, BadDirecto
     Ok(moved.pop())
 }
 
-/// Opens the directory `path`. None if the directory does not exist. The call makes and changes nothing.
+/// Opens the directory `path` without making or changing anything. None if the directory does not exist.
 pub fn existing(path: &Path) -> Result<Option<OwnedFd>, BadDirectory> {
     walk(path, false)
 }
 
-/// Opens the directory `path`, which must belong to the service. None if the directory does not exist. The call does not correct
-/// a wrong mode of the directory: the health check corrects and reports a wrong mode.
-///
-/// # Errors
-/// The directory belongs to another user.
+/// Opens the directory `path`. None if the directory does not exist. Fails if another user owns the directory. A wrong mode is
+/// not corrected here, since the health check corrects and reports wrong modes.
 pub fn ours(path: &Path) -> Result<Option<OwnedFd>, BadDirectory> {
     let Some(directory) = walk(path, false)? else { return Ok(None) };
     stat(&directory).and_then(|stat| owner(&stat)).map_err(|problem| bad(path, problem))?;
     Ok(Some(directory))
 }
 
-/// Returns true if the directory exists and [`open`] would accept it. The call makes and changes nothing, so `--check` can use
-/// it. A missing directory is no error.
+/// True if the directory exists and [`open`] would accept it. False if the directory does not exist. The call makes and changes
+/// nothing, so `--check` can use it.
 pub fn check(path: &Path) -> Result<bool, BadDirectory> {
     let Some(directory) = walk(path, false)? else { return Ok(false) };
     let stat = stat(&directory).map_err(|problem| bad(path, problem))?;
-    // `--check` may run as another user than root. A directory of root is right in any case, since the service runs as root.
+    // `--check` may run as another user than root. The service runs as root, so a directory of root is right in any case.
     if stat.st_uid != 0 {
         owner(&stat).map_err(|problem| bad(path, problem))?;
     }
@@ -156,8 +152,8 @@ fn bad(at: &Path, problem: impl Into<Problem>) -> BadDirectory {
     BadDirectory { path: at.to_owned(), problem: problem.into() }
 }
 
-/// Opens the directory `path` by going through its ancestors. With `make`, missing directories are made. Without `make`, None
-/// means that the directory is missing.
+/// Opens the directory `path` by opening each of its ancestors in turn. With `make`, missing directories are made. Without
+/// `make`, None means that a directory is missing.
 fn walk(path: &Path, make: bool) -> Result<Option<OwnedFd>, BadDirectory> {
     let mut at = PathBuf::from("/");
     let mut directory =
@@ -180,13 +176,13 @@ fn walk(path: &Path, make: bool) -> Result<Option<OwnedFd>, BadDirectory> {
         let last = at == path;
         directory = match FileType::from_raw_mode(stat.st_mode) {
             FileType::Directory => {
-                // The last directory of the path is checked by the caller.
+                // The caller checks the owner and the mode of the last directory.
                 if !last {
                     others_rule(&stat).map_err(|problem| bad(&at, problem))?;
                 }
                 entry
             }
-            // A link that only root can make, such as /var/run, is as safe as a directory.
+            // A symbolic link that only root can make, such as /var/run, is as safe as a directory.
             FileType::Symlink if !last && only_root_writes(&directory) => {
                 let flags = OFlags::PATH | OFlags::DIRECTORY | OFlags::CLOEXEC;
                 rustix::fs::openat(&directory, name, flags, Mode::empty()).map_err(|error| {
@@ -212,8 +208,8 @@ fn walk(path: &Path, make: bool) -> Result<Option<OwnedFd>, BadDirectory> {
     Ok(Some(directory))
 }
 
-/// The problem of a read-only file system. Usually only the service's systemd unit makes the file system read-only for the
-/// service.
+/// The problem of a read-only file system. Usually the file system is read-only only for the service, because of its systemd
+/// unit.
 fn read_only(path: &Path) -> Problem {
     Problem::new(
         "the file system is read-only",
@@ -226,9 +222,9 @@ fn read_only(path: &Path) -> Problem {
     )
 }
 
-/// The directory that the service's unit has to make writable, so that the service can write in the pipe or log directory
-/// `path`: the parent of the configured directory. A directory in `ReadWritePaths=` becomes a mount of its own, and no hard
-/// link can lead into it from outside.
+/// The directory that the service's unit must make writable with `ReadWritePaths=`, so that the service can write in `path`:
+/// the parent of the configured directory. Each directory in `ReadWritePaths=` becomes its own mount, and hard links between
+/// different mounts are impossible.
 pub fn to_be_writable(path: &Path) -> &Path {
     let is_below = |path: &&Path| {
         let name = path.file_name().unwrap_or_default().to_string_lossy();
@@ -238,7 +234,7 @@ pub fn to_be_writable(path: &Path) -> &Path {
     configured.parent().filter(|parent| *parent != Path::new("/")).unwrap_or(configured)
 }
 
-/// Checks that the directory belongs to the service, and sets its mode. Returns the former mode if it was different.
+/// Fails unless the directory belongs to the service. Sets its mode, and returns the former mode if that was different.
 fn claim(directory: &OwnedFd, mode: u32) -> Result<Option<u32>, Problem> {
     let stat = stat(directory)?;
     owner(&stat)?;
@@ -251,8 +247,8 @@ fn claim(directory: &OwnedFd, mode: u32) -> Result<Option<u32>, Problem> {
     Ok(Some(was))
 }
 
-/// Returns whether hard links are possible between two directories: both are on one mount. A directory that does not exist
-/// counts as part of the mount where it would be made.
+/// True if hard links are possible between two directories, since both are on one mount. A directory that does not exist counts
+/// as part of the mount on which it would be made.
 pub fn on_one_mount(one: &Path, other: &Path) -> bool {
     let mount = |path: &Path| {
         let there = path.ancestors().find_map(|path| {
@@ -260,7 +256,7 @@ pub fn on_one_mount(one: &Path, other: &Path) -> bool {
             rustix::fs::open(path, flags, Mode::empty()).ok()
         })?;
         let found = rustix::fs::statx(&there, "", AtFlags::EMPTY_PATH, StatxFlags::MNT_ID).ok()?;
-        // A kernel before 5.8 does not report the mount, so only the devices are compared.
+        // A kernel before 5.8 does not report the mount, so only the device numbers are compared.
         let known = StatxFlags::from_bits_retain(found.stx_mask).contains(StatxFlags::MNT_ID);
         Some((found.stx_dev_major, found.stx_dev_minor, known.then_some(found.stx_mnt_id)))
     };
@@ -278,9 +274,9 @@ fn owner(stat: &Stat) -> Result<(), Problem> {
     ))
 }
 
-/// Refuses a directory in which other users can rename files: they could replace the service's directory in it after any check.
-/// /tmp is accepted, since only the owner of a file can rename it there. A directory that root makes writable for a group, such
-/// as /var/log, is accepted too.
+/// Fails if other users can rename files in the directory, since they could replace the service's directory after any check.
+/// /tmp is accepted, since its sticky bit lets only the owner of a file rename the file. A directory that root makes writable
+/// for a group, such as /var/log, is accepted too.
 fn others_rule(stat: &Stat) -> Result<(), Problem> {
     let (owner, us) = (stat.st_uid, rustix::process::geteuid().as_raw());
     if owner != 0 && owner != us {
@@ -308,8 +304,8 @@ fn stat(file: &OwnedFd) -> Result<Stat, Problem> {
     rustix::fs::fstat(file).map_err(|error| format!("owner and mode can't be read: {error}").into())
 }
 
-/// Opens the entry with this name in a directory. None if the directory has no such entry. `O_PATH` opens it without side
-/// effects: opening a FIFO blocks, and opening a device may have effects.
+/// Opens the entry with this name in a directory. None if the directory has no such entry. `O_PATH` avoids side effects: a
+/// normal open of a FIFO blocks, and a normal open of a device may change its state.
 fn entry(directory: impl AsFd, name: impl Arg) -> rustix::io::Result<Option<OwnedFd>> {
     let flags = OFlags::PATH | OFlags::NOFOLLOW | OFlags::CLOEXEC;
     match rustix::fs::openat(directory, name, flags, Mode::empty()) {
@@ -319,12 +315,9 @@ fn entry(directory: impl AsFd, name: impl Arg) -> rustix::io::Result<Option<Owne
     }
 }
 
-/// Makes sure that clients of every user can reach the socket of a control daemon that this service has started. The socket, or a
-/// link to it, is in the pipe directory. Repairs the modes of the pipe directory, and of the socket in `control_directory`, and
-/// describes each repair. A missing directory or socket is no error.
-///
-/// # Errors
-/// The directory or the socket belongs to another user, or can't be repaired.
+/// Repairs the modes of the pipe directory, and of the socket in `control_directory`, so that clients of every user can reach
+/// the control daemon. Returns a description of each repair. A missing directory or socket is no error. A directory or socket
+/// of another user is an error.
 pub fn let_users_in(pipe_directory: &Path, control_directory: &Path) -> Result<Vec<String>, BadDirectory> {
     let Some(directory) = walk(pipe_directory, false)? else { return Ok(Vec::new()) };
     let mut repaired = Vec::from_iter(put_back(pipe_directory, &directory, MODE)?);
@@ -347,16 +340,13 @@ pub fn let_users_in(pipe_directory: &Path, control_directory: &Path) -> Result<V
     Ok(repaired)
 }
 
-/// Makes sure that only root has access to a private directory, and describes the repair. A missing directory is no error.
-///
-/// # Errors
-/// The directory belongs to another user, or can't be repaired.
+/// Repairs the mode of a private directory, so that only root has access. Returns a description of the repair. A missing
+/// directory is no error. A directory of another user is an error.
 pub fn keep_others_out(private: &Path) -> Result<Option<String>, BadDirectory> {
     let Some(directory) = walk(private, false)? else { return Ok(None) };
     put_back(private, &directory, PRIVATE)
 }
 
-/// Sets the mode of a directory of the service, and describes the repair.
 fn put_back(path: &Path, directory: &OwnedFd, mode: u32) -> Result<Option<String>, BadDirectory> {
     let was = claim(directory, mode).map_err(|problem| bad(path, problem))?;
     Ok(was.map(|was| repair(path, was, mode)))
@@ -367,17 +357,17 @@ fn repair(path: &Path, was: u32, mode: u32) -> String {
     format!("the mode of {path} was {was:04o}; the service has set {mode:04o} again")
 }
 
-/// Opens the log with this name in a directory that [`open`] returned, and makes it if it is missing. The function accepts only a
-/// regular file that belongs to root and has no second hard link. Other users could read or write any other file, so any other
-/// file with the name of the log is renamed, and `moved` gets a message about it: the reason, and the new name. Returns the log
-/// opened for appending, and the log opened for reading and truncating.
+/// Opens the log with this name in a directory that [`open`] returned, and makes the log if it is missing. The log must be a
+/// regular file of root without a second hard link, since other users could read or write any other file. Any other file with
+/// this name is renamed, and `moved` gets the reason and the new name. Returns the log opened for appending, and the log opened
+/// for reading and truncating.
 pub fn open_log(directory: impl AsFd, name: &str, moved: &mut Vec<String>) -> io::Result<(File, File)> {
     loop {
         let output = match find_log(&directory, name)? {
             Some(Ok(entry)) => reopen(&entry, OFlags::APPEND | OFlags::WRONLY)?,
             None => match create(&directory, Path::new(name)) {
                 Ok(output) => output,
-                // Another process has made the file after the search for the log and before this call, so the loop tries again.
+                // Another process has made the file after `find_log`, so the loop tries again.
                 Err(error) if error.kind() == io::ErrorKind::AlreadyExists => continue,
                 Err(error) => return Err(error),
             },
@@ -392,8 +382,8 @@ pub fn open_log(directory: impl AsFd, name: &str, moved: &mut Vec<String>) -> io
     }
 }
 
-/// Looks for the log `name` in the directory. The inner result is the log, or the reason why the entry with the name `name` can't
-/// be the log. None if the directory has no such entry.
+/// Opens the entry `name` in the directory. The inner result is the log, or the reason why the entry can't be the log. None if
+/// the directory has no such entry.
 fn find_log(directory: impl AsFd, name: &str) -> io::Result<Option<Result<OwnedFd, String>>> {
     let Some(entry) = entry(directory, name)? else { return Ok(None) };
     let stat = rustix::fs::fstat(&entry)?;
@@ -414,10 +404,10 @@ fn find_log(directory: impl AsFd, name: &str) -> io::Result<Option<Result<OwnedF
     Ok(Some(Err(why)))
 }
 
-/// The most wrong entries with the name of a log that get a numbered name when they are renamed.
 const MOVED_AWAY: u32 = 9;
 
-/// Renames an entry to the first free numbered name. If a user has taken all numbered names, the entry gets a random name.
+/// Renames an entry to the first free numbered name. If a user has taken all numbered names, the new name ends with the present
+/// time in nanoseconds.
 fn move_away(directory: impl AsFd, name: &str) -> rustix::io::Result<String> {
     for number in 1..=MOVED_AWAY {
         let new = format!("{name}.refused-{number}");
@@ -437,7 +427,7 @@ fn rename(directory: impl AsFd, name: &str, new: &str) -> rustix::io::Result<()>
     immutable::change(&directory, || rustix::fs::renameat_with(&directory, name, &directory, new, flags))
 }
 
-/// Makes a new, empty file in a directory that [`open`] made. A former file with the name is removed.
+/// Makes a new, empty file in a directory that [`open`] made. Removes a former file with that name.
 pub fn replace(directory: &Path, name: &Path) -> Result<File, String> {
     let directory = walk(directory, false)
         .map_err(|bad| bad.to_string())?
@@ -454,7 +444,7 @@ fn create(directory: impl AsFd, name: &Path) -> io::Result<File> {
     Ok(File::from(rustix::fs::openat(directory, name, flags, Mode::from_raw_mode(0o644))?))
 }
 
-/// Opens the file of a descriptor once more, even if another file has the file's path now.
+/// Opens the same file again, even if another file has the file's path now.
 fn reopen(file: impl AsFd, flags: OFlags) -> io::Result<File> {
     let link = own_link(file.as_fd());
     Ok(File::from(rustix::fs::open(link, flags | OFlags::CLOEXEC, Mode::empty())?))
@@ -464,14 +454,14 @@ fn own_link(file: BorrowedFd<'_>) -> PathBuf {
     proc::open_file(proc::OWN, file.as_raw_fd())
 }
 
-/// fchmod(2) does not accept an `O_PATH` descriptor, so the call goes through /proc. The call through /proc still reaches the
-/// same file.
+/// fchmod(2) refuses an `O_PATH` descriptor, so the mode is set through the descriptor's link in /proc. The link leads to the
+/// same file, even if another file has the file's path now.
 fn chmod(file: impl AsFd, mode: u32) -> rustix::io::Result<()> {
     rustix::fs::chmod(own_link(file.as_fd()), Mode::from_raw_mode(mode))
 }
 
-/// Removes the private directory from the plan of a control daemon if no hard links are possible between that directory and the
-/// pipe directory. Returns the removed directory.
+/// Removes the private directory from the plan of a control daemon if hard links between the private directory and the pipe
+/// directory are impossible. Returns the removed directory.
 pub fn give_up_private_directory(plan: &mut ControlDaemonPlan) -> Option<PathBuf> {
     let beside = |private: &PathBuf| on_one_mount(private, &plan.pipe_directory);
     if plan.private_directory.as_ref().is_none_or(beside) { None } else { plan.private_directory.take() }
@@ -509,7 +499,7 @@ mod tests {
         symlink(&target, &link).unwrap();
         assert!(message(&link).contains("symbolic link"), "{}", message(&link));
 
-        // A symbolic link in the middle of a path is refused if other users could have made it.
+        // A symbolic link in the middle of a path is refused if other users could have made the link.
         let open_to_all = base.path().join("open");
         std::fs::create_dir(&open_to_all).unwrap();
         std::fs::set_permissions(&open_to_all, PermissionsExt::from_mode(0o1777)).unwrap();
@@ -521,7 +511,7 @@ mod tests {
         std::fs::write(&file, "").unwrap();
         assert!(message(&file).contains("not a directory"), "{}", message(&file));
 
-        // A user who can write to a parent can replace the directory below it.
+        // A user who can write to a parent can replace the directory below that parent.
         let for_all = base.path().join("for all");
         std::fs::create_dir(&for_all).unwrap();
         std::fs::set_permissions(&for_all, PermissionsExt::from_mode(0o777)).unwrap();
@@ -538,7 +528,7 @@ mod tests {
         }
     }
 
-    /// Anything else with the name of a log is renamed and not changed.
+    /// A link, FIFO, directory or foreign file with the name of the log is renamed, and its content is not changed.
     #[test]
     fn only_a_regular_file_of_the_service_is_used_as_a_log() {
         let base = tempfile::tempdir().unwrap();
@@ -587,7 +577,7 @@ mod tests {
         symlink(&elsewhere, log.join("full")).unwrap();
         let (_, _, moved) = opened("full");
         assert!(moved[0].starts_with("was a symbolic link and was renamed to full.refused-"), "{moved:?}");
-        // Any user could have written to a log with this mode.
+        // With this mode any user could have written to the log, so the mode is corrected.
         std::fs::set_permissions(log.join("control.log"), PermissionsExt::from_mode(0o666)).unwrap();
         opened("control.log");
         assert_eq!(log.join("control.log").metadata().unwrap().mode() & 0o777, 0o644);

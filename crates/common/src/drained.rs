@@ -1,25 +1,24 @@
-//! The slices and GPUs that an administrator has taken out of use for new clients.
+//! The slices and GPUs that an administrator has closed for new clients.
 
 use std::collections::{BTreeMap, BTreeSet};
 
 use mps_core::terms::{DeviceName, GpuId, SliceId};
 use serde::{Deserialize, Deserializer, Serialize};
 
-/// The number of slices of each GPU.
 pub type SliceCounts = BTreeMap<GpuId, u32>;
 
 /// The drained slices and GPUs. The name of a GPU stands for all slices of the GPU. A name stays even if the host has no such
-/// slice any more: the next reload may bring the slice back.
+/// slice any more, since the next reload may bring the slice back.
 #[derive(Debug, Clone, PartialEq, Eq, Default, Serialize, Deserialize)]
 pub struct Drained {
-    /// True if an administrator has drained the whole host. While `all` is true, a GPU that is added later is drained too.
+    /// True if an administrator has drained the whole host. Then a GPU that is added later is drained too.
     all: bool,
     #[serde(deserialize_with = "readable")]
     names: BTreeSet<DeviceName>,
 }
 
-/// Reads the drained names from the state file. A name that can't be parsed is left out: this host has no such device, and the
-/// rest of the state file, with the control daemons of the service, must stay usable.
+/// Reads the drained names from the state file. A name that can't be parsed is dropped. An error would make the whole state
+/// file unusable, and the service would lose track of its control daemons.
 fn readable<'de, D: Deserializer<'de>>(deserializer: D) -> Result<BTreeSet<DeviceName>, D::Error> {
     let names = BTreeSet::<String>::deserialize(deserializer)?;
     Ok(names.iter().filter_map(|name| name.parse().ok()).collect())
@@ -30,21 +29,20 @@ impl Drained {
         self.all || self.names(DeviceName::Gpu(slice.gpu)) || self.names(DeviceName::Slice(slice))
     }
 
-    /// Returns whether an administrator drained the slice or GPU with exactly this name. The host may have no device with the
-    /// name any more.
+    /// True if an administrator drained exactly this name. The host may have no slice or GPU with this name any more.
     pub fn names(&self, name: DeviceName) -> bool {
         self.names.contains(&name)
     }
 
-    /// Drains these GPUs and slices. An empty list drains everything.
+    /// An empty list drains the whole host.
     pub fn drain(&mut self, names: &[DeviceName]) {
         self.all |= names.is_empty();
         self.names.extend(names);
     }
 
-    /// Puts these GPUs and slices into use again. An empty list means every GPU and slice. If a GPU was drained and `names` has
-    /// only one of its slices, the other slices stay drained. If the whole host was drained and `names` has only one GPU, the
-    /// other GPUs stay drained. `there` has the present GPUs: after a call with names, a GPU that is added later is not drained.
+    /// Makes these GPUs and slices take clients again. An empty list stands for every GPU and slice. If a GPU was drained and
+    /// `names` has only one of its slices, the other slices stay drained. The same goes for the other GPUs of a drained host.
+    /// `there` has the present GPUs: a GPU that is added later is no longer drained.
     pub fn undrain(&mut self, names: &[DeviceName], there: &SliceCounts) {
         if names.is_empty() {
             *self = Self::default();
@@ -68,11 +66,9 @@ impl Drained {
     }
 }
 
-/// The slices and GPUs that take no new client: they are drained, or need a reset.
 #[derive(Debug, Clone)]
 pub struct ClosedDevices {
     pub drained: Drained,
-    /// The GPUs that need a reset, by name, each with the reason.
     pub to_reset: BTreeMap<String, String>,
 }
 
@@ -103,7 +99,6 @@ mod tests {
         matches!(slice.parse(), Ok(DeviceName::Slice(slice)) if drained.has(slice))
     }
 
-    /// The names of the drained slices.
     fn slices(drained: &Drained) -> Vec<String> {
         let all = there().into_iter().flat_map(|(gpu, number)| gpu.slices(number));
         all.filter(|slice| drained.has(*slice)).map(|slice| slice.to_string()).collect()

@@ -1,15 +1,15 @@
-//! A problem with its remedy. All parts of the programs, from the configuration to doctor, report problems with this type.
+//! The type with which all parts of the programs report a problem and its remedy.
 
 use std::fmt;
 use std::path::{Path, PathBuf};
 
 use serde::Serialize;
 
-/// A problem in words for an administrator. The text of the problem is the finding, a semicolon, and the remedy.
+/// A problem in words for an administrator. As text, it is the finding, a semicolon, and the remedy.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 pub struct Problem {
     pub found: String,
-    /// The remedy; empty if it is obvious.
+    /// Empty if the remedy is obvious.
     pub remedy: String,
 }
 
@@ -29,7 +29,6 @@ impl Problem {
         LocatedProblem { origin, key: key.into(), problem: self }
     }
 
-    /// The same problem with the remedy `otherwise`, unless the problem has a remedy already.
     #[must_use]
     pub fn or_remedy(self, otherwise: &str) -> Self {
         if self.remedy.is_empty() { Self { remedy: otherwise.to_owned(), ..self } } else { self }
@@ -67,7 +66,6 @@ impl From<&str> for Problem {
     }
 }
 
-/// A problem with the stable name by which `yunion-mpsctl doctor` reports it.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct NamedProblem {
     pub name: &'static str,
@@ -82,14 +80,12 @@ impl NamedProblem {
 
 #[derive(Debug, Clone, PartialEq, Eq, Hash, Serialize)]
 pub struct Origin {
-    /// The path with which the service opened the configuration file.
     pub file: PathBuf,
-    /// The line, from 1. None if the problem concerns the file as a whole.
+    /// Counted from 1. None if the problem concerns the file as a whole.
     pub line: Option<usize>,
 }
 
 impl Origin {
-    /// The place of a problem that concerns a configuration file as a whole.
     pub fn whole(file: &Path) -> Self {
         Self { file: file.to_owned(), line: None }
     }
@@ -104,19 +100,17 @@ impl fmt::Display for Origin {
     }
 }
 
-/// A problem of the configuration, with its place. The remedy is often the list of allowed values.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 pub struct LocatedProblem {
     #[serde(flatten)]
     pub origin: Origin,
-    /// The key or the entry of the configuration, such as `cuda_mps_replicas` or `devices[2].virtual_number`.
+    /// The key or the entry, such as `cuda_mps_replicas` or `devices[2].virtual_number`. Empty for the whole line or file.
     pub key: String,
     #[serde(flatten)]
     pub problem: Problem,
 }
 
 impl LocatedProblem {
-    /// Makes a problem. An empty key stands for the whole line or file.
     pub fn new(
         origin: Origin,
         key: impl Into<String>,
@@ -126,7 +120,7 @@ impl LocatedProblem {
         Problem::new(found, remedy).at(origin, key)
     }
 
-    /// The problem as text, with the key in front and without the place.
+    /// The problem with the key in front, and without its file and line.
     pub fn with_key(&self) -> Problem {
         let problem = self.problem.clone();
         if self.key.is_empty() { problem } else { problem.prefixed(&self.key) }

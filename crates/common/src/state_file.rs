@@ -21,28 +21,25 @@ const VERSION: u32 = 1;
 /// the longest possible paths.
 pub const MAX_BYTES: usize = bindings::MOST_BYTES + 16 * 1024 * 1024;
 
-/// A control daemon that the service has started.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Running {
     pub process: ProcessId,
     pub pipe_directory: PathBuf,
-    /// The directory in which the control daemon makes its sockets. None if the control daemon makes its sockets in the pipe
-    /// directory.
+    /// The directory in which the control daemon makes its sockets. None if the sockets are in the pipe directory.
     #[serde(default)]
     pub private_directory: Option<PathBuf>,
-    /// The directory that contains the slices' directories, with links to the control daemon. None if slices have no
+    /// The directory that contains the slices' directories, with links to the control daemon's socket. None if slices have no
     /// directories.
     #[serde(default)]
     pub slice_directories: Option<PathBuf>,
     pub log_directory: PathBuf,
-    /// The UUIDs of the control daemon's GPUs; the position of a UUID in the list is the ordinal of the GPU.
+    /// The UUIDs of the control daemon's GPUs. The position of a UUID in the list is the GPU's ordinal.
     pub gpus: Vec<String>,
-    /// The names of the control daemon's GPUs, by UUID. A running control daemon may have a GPU that the configuration does not
-    /// name any more.
+    /// The names of the control daemon's GPUs, by UUID. The configuration alone does not suffice, since a running control
+    /// daemon may have a GPU that the configuration does not name any more.
     #[serde(default)]
     pub gpu_names: BTreeMap<String, String>,
     pub multiuser: bool,
-    /// True if the service has bound the control daemon to the CPUs near its GPUs.
     #[serde(default)]
     pub near_cpus: bool,
     /// The number of bytes of the control daemon's log that the service has read.
@@ -50,17 +47,15 @@ pub struct Running {
 }
 
 impl Running {
-    /// The GPUs of the control daemon with known names: the UUID and the name of each.
     pub fn named_gpus(&self) -> impl Iterator<Item = (&str, GpuId)> {
         self.gpu_names.iter().filter_map(|(uuid, name)| Some((uuid.as_str(), name.parse().ok()?)))
     }
 
-    /// The directory in which the control daemon makes its sockets: its `CUDA_MPS_PIPE_DIRECTORY`.
     pub fn control_directory(&self) -> &Path {
         self.private_directory.as_ref().unwrap_or(&self.pipe_directory)
     }
 
-    /// The directories that the control daemon's clients may have mounted: its pipe directory, and the configured pipe
+    /// The directories of which the control daemon's clients may have a mount: its pipe directory, and the configured pipe
     /// directory, which contains the directories of its slices.
     pub fn directories_of_clients(&self, id: &DaemonId) -> impl Iterator<Item = &Path> {
         let pipe = self.pipe_directory.as_path();
@@ -75,28 +70,28 @@ impl Running {
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct Contents {
     pub version: u32,
-    /// The compute mode that each GPU had before the service changed it, in nvidia-smi's words, by the GPU's UUID.
+    /// The compute mode that each GPU had before the service changed it, in nvidia-smi's spelling, by the GPU's UUID.
     pub previous_compute_modes: BTreeMap<String, String>,
-    /// The compute mode that the service has set, by the GPU's UUID. A GPU that is not in the map has `Exclusive_Process`.
+    /// The compute mode that the service has set, by the GPU's UUID. For a GPU that is not in the map, the service has set
+    /// `Exclusive_Process`.
     #[serde(default)]
     pub compute_modes_set: BTreeMap<String, String>,
-    /// The control daemons that the service has started, by id.
     #[serde(default)]
     pub control_daemons: BTreeMap<DaemonId, Running>,
     #[serde(default)]
     pub cdi_spec: Option<PathBuf>,
     #[serde(default)]
     pub drained: Drained,
-    /// The GPUs that need a reset, by name, each with the critical error that made the reset necessary, in words.
+    /// The GPUs that need a reset, by name. The value describes the critical error because of which the GPU needs the reset.
     #[serde(default)]
     pub to_reset: BTreeMap<String, String>,
-    /// The bindings are serialized separately, since a host may have thousands of them.
+    /// Serialized separately by [`crate::bindings::WrittenBindings`], since a host may have thousands of bindings.
     #[serde(default, skip_serializing, deserialize_with = "crate::bindings::deserialize")]
     pub bindings: Arc<Bindings>,
 }
 
 impl Contents {
-    /// The text of the state file before the entries of the bindings, and the text after them.
+    /// The text of the state file before the entries of the bindings, and the text after these entries.
     pub fn around_bindings(&self) -> serde_json::Result<(String, &'static str)> {
         let whole = serde_json::to_string(self)?;
         let others = whole.strip_suffix('}').unwrap_or_default();
@@ -120,15 +115,12 @@ impl Default for Contents {
 }
 
 /// The control daemons in the state file in `directory`, for programs that only read the file. Empty if there is no state file.
-///
-/// # Errors
-/// The state file can't be read or is damaged.
 pub fn control_daemons(directory: &Path) -> Result<Vec<Running>, Problem> {
     let contents = read(&directory.join(FILE))?;
     Ok(contents.map(|contents| contents.control_daemons.into_values().collect()).unwrap_or_default())
 }
 
-/// Reads the state file. None if the file does not exist. The error describes what is wrong with the file.
+/// Reads the state file. None if the file does not exist. The error says what is wrong with the file.
 pub fn read(file: &Path) -> Result<Option<Contents>, Problem> {
     let bytes = match regular_file::read(file, MAX_BYTES as u64) {
         Ok(bytes) => bytes,

@@ -1,13 +1,14 @@
-//! Text for a terminal. Escapes or replaces characters of text from other processes, so that the text can't control the terminal.
+//! Makes text safe for a terminal. Characters from other processes are escaped or replaced, so that they can't control the
+//! terminal.
 
 use serde::Serialize;
 
-/// A value as a JSON document, one value on each line, without characters that control a terminal.
+/// A value as a JSON document with line breaks. Characters that could control a terminal are escaped.
 pub fn json(value: &impl Serialize) -> serde_json::Result<String> {
     serde_json::to_string_pretty(value).map(|text| escaped(&text))
 }
 
-/// A JSON document whose characters that control a terminal are escaped. Only strings can contain such characters.
+/// Escapes the characters of a JSON document that could control a terminal. Only JSON strings can contain these characters.
 pub fn escaped(json: &str) -> String {
     let mut text = String::with_capacity(json.len());
     for c in json.chars() {
@@ -20,21 +21,20 @@ pub fn escaped(json: &str) -> String {
     text
 }
 
-/// The text with a replacement for control characters: a part of the text may come from other processes, which must not control
-/// the terminal.
+/// Replaces characters that could control a terminal or hide text, since a part of the text may come from other processes.
 pub fn printable(text: &str) -> String {
     text.chars().map(|c| if is_unprintable(c) { '\u{fffd}' } else { c }).collect()
 }
 
-/// Returns whether a character controls a terminal, or is invisible and reverses, breaks or hides other characters.
+/// True if a character controls a terminal, or is invisible and reverses, breaks or hides other characters.
 pub fn is_unprintable(c: char) -> bool {
     c.is_control()
         || matches!(c, '\u{61c}' | '\u{200b}'..='\u{200f}' | '\u{2028}'..='\u{202e}' | '\u{2060}'..='\u{206f}' | '\u{feff}')
         || matches!(c, '\u{fff9}'..='\u{fffb}' | '\u{e0000}'..='\u{e007f}')
 }
 
-/// The text without control characters, for the clients of the bus, which may print it on a terminal: the name of a process may
-/// contain characters that control a terminal. A NUL character in a message would make the bus close the connection.
+/// Replaces control characters in a text for D-Bus. The name of a process may contain control characters, and a caller may
+/// print the name on a terminal. A NUL character in a message would also make the bus close the connection.
 pub fn clean(text: &str) -> String {
     text.replace(char::is_control, "\u{fffd}")
 }

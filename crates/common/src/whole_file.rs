@@ -1,5 +1,6 @@
-//! Writes a file as a whole: a reader sees the former file or the new one, and if the disk is full, the former file stays. A link
-//! or a FIFO at the path of the file is replaced and not followed. All users may read the written file, independent of the umask.
+//! Writes a file as a whole. A reader sees either the former file or the new one, and if the disk is full, the former file
+//! stays. A link or a FIFO at the path of the file is replaced and not followed. All users may read the file, independent of
+//! the umask.
 
 use std::fs::{self, File, Permissions};
 use std::io::{self, Write};
@@ -8,17 +9,16 @@ use std::path::Path;
 
 use tempfile::{Builder, NamedTempFile};
 
-/// Writes the file as a whole, and replaces a former file.
 pub fn write(path: &Path, bytes: &[u8]) -> io::Result<()> {
     write_parts(path, &[bytes])
 }
 
-/// Like [`write()`], with content that is in several parts, one after the other.
+/// Like [`write()`], with content in several parts, one after the other.
 pub fn write_parts(path: &Path, parts: &[&[u8]]) -> io::Result<()> {
     unfinished(path, parts)?.persist(path).map(drop).map_err(|failed| failed.error)
 }
 
-/// Like [`write()`], and returns after the content is on the disk, so that a power failure does not leave an empty file.
+/// Like [`write()`], but returns only after the content is on the disk. So a power failure does not leave an empty file.
 pub fn write_durably(path: &Path, bytes: &[u8]) -> io::Result<()> {
     let new = unfinished(path, &[bytes])?;
     new.as_file().sync_all()?;
@@ -34,11 +34,11 @@ pub fn write_new(path: &Path, bytes: &[u8]) -> io::Result<()> {
     synced.inspect_err(|_| _ = fs::remove_file(path))
 }
 
-/// Writes the content to a new file with a temporary name, which is removed when the returned value is dropped. Container
-/// runtimes and collectors choose files by the suffix of the name, and do not read a file with the suffix `.new`.
+/// Writes the content to a new file with a temporary name, which is removed when the returned value is dropped. The name ends
+/// with `.new`, since container runtimes and metrics collectors read only files with certain other suffixes.
 fn unfinished(path: &Path, parts: &[&[u8]]) -> io::Result<NamedTempFile> {
-    // `File::create_new` opens the file, since an error of the library `tempfile` contains the random name: an error that is
-    // only reported when it changes would be reported each time.
+    // An error of the library `tempfile` contains the random name. A caller that reports an error only when its text changes
+    // would report the error each time. So `File::create_new` opens the file.
     let open = |path: &Path| File::create_new(path);
     let mut new = Builder::new().prefix(".yunion-mps.").suffix(".new").make_in(directory(path), open)?;
     let file = new.as_file_mut();

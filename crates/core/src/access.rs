@@ -1,25 +1,25 @@
-//! Decides if a program may have a slice now. All parts of the service that hand out slices call the functions of this file.
+//! Decides if a program may have a slice now. Every part of the service that gives slices to programs uses this file, so that
+//! all parts decide alike.
 
 use alloc::string::String;
 
 use crate::bindings::{Binding, Bindings, BoundBy, ControlGroup, GroupUse};
 use crate::terms::SliceId;
 
-/// A program for which slices are asked.
 #[derive(Debug, Clone, Copy)]
 pub struct Asker<'a> {
-    /// The path of the program's control group. None if the path is not known yet.
+    /// The path of the program's control group. None while the path is not known.
     pub control_group: Option<&'a str>,
-    /// The authority by which the program has the slices. If the program names a slice, the binding of another control group with
-    /// less authority does not exclude the program from the slice.
+    /// The authority that gives the program its slices. A binding with less authority does not exclude the program from a slice
+    /// that the program names.
     pub by: BoundBy,
-    /// True if the program shares the slices with other programs. False if the program wants the slices for itself alone.
+    /// True if the program accepts that other programs have the slice too. No binding then excludes the program.
     pub shares: bool,
 }
 
 impl Asker<'_> {
-    /// The binding of another control group that excludes the program from a slice. `now` is in seconds since the host was
-    /// started.
+    /// The binding of another control group that excludes the program from the slice. None if the program is not excluded.
+    /// `now` is in seconds since the host's boot.
     pub fn kept_out_by<'b>(
         &self,
         slice: &SliceId,
@@ -35,34 +35,32 @@ impl Asker<'_> {
     }
 }
 
-/// The state of a slice, seen by the program that asks for it.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Standing {
-    /// The reason why an administrator has to act before programs may use the GPU. None if no administrator has to act.
+    /// The reason why no program can use the GPU before an administrator acts. None if the GPU can be used.
     pub unusable: Option<String>,
-    /// True if an administrator has drained the slice.
     pub drained: bool,
-    /// The name of the binding that excludes the program from the slice. None if no binding excludes the program.
+    /// The name of the binding of another control group that excludes the program. None if no binding excludes the program.
     pub taken_by: Option<String>,
-    /// The reason why a program that is started now would not get the limits of the slice. None if it would.
+    /// The reason why a program that starts now would not get the limits of the slice. None if the program would get the
+    /// limits.
     pub unserved: Option<String>,
 }
 
-/// The reason why a program may not have a slice. The first variant is the easiest to overcome.
+/// The reason why a program may not have a slice. The first variant is the easiest to remove.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Obstacle {
-    /// The slice is not served now. The service removes this obstacle, so the caller may wait.
+    /// No control daemon serves the slice now. The service removes this obstacle by itself, so the caller can wait.
     Unserved(String),
-    /// The slice is bound to another owner, who has this name.
+    /// Another control group is bound to the slice. The text is the name of its binding.
     Taken(String),
-    /// The slice is drained: it takes no new clients.
     Drained,
-    /// An administrator has to act before any program can have the slice.
+    /// No program can have the slice before an administrator acts.
     Unusable(String),
 }
 
 impl Obstacle {
-    /// Returns true if the service removes the obstacle by itself, so that the caller can wait.
+    /// Returns true if the caller can wait, since the service removes the obstacle by itself.
     pub fn passes(&self) -> bool {
         matches!(self, Self::Unserved(_))
     }
@@ -71,8 +69,8 @@ impl Obstacle {
 /// Decides if a program may have a slice now.
 ///
 /// # Errors
-/// The error is the obstacle that prevents the program from having the slice. If there are several obstacles, the error is the
-/// obstacle that lasts longest.
+/// The obstacle that excludes the program. If there are several obstacles, the error is the obstacle that is the hardest to
+/// remove.
 pub fn may_have(standing: Standing) -> Result<(), Obstacle> {
     let Standing { unusable, drained, taken_by, unserved } = standing;
     let obstacles = [

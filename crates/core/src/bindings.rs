@@ -1,14 +1,14 @@
-//! Bindings: the slices to which control groups are bound, before their programs run or while they do.
+//! Bindings: the slices to which control groups are bound, before or while their programs run.
 //!
-//! A process has the slices of the nearest binding: of its own control group, or else of the nearest ancestor that is bound.
-//! Without sharing, a slice belongs to one binding at a time. Control groups inside one another, or in one pod, belong to one
-//! tenant, so their bindings do not exclude each other.
+//! A process has the slices of the binding of its own control group. If this control group is not bound, the nearest bound
+//! ancestor decides. Without sharing, a slice belongs to only one binding. Control groups inside one another, and control
+//! groups of one pod, belong to one tenant, so their bindings do not exclude each other.
 //!
-//! A binding ends by itself when its control group is removed. The binding of a container of Kubernetes ends with the pod: the
-//! kubelet gives slices to pods, and restarts a container with the slice that it had. A control group without processes may still
-//! get its first process, so its binding ends only after [`FIRST_PROCESS`]. A control group whose processes have all ended loses
-//! its slice as soon as another control group asks for it: a restarted container can come before the control group of its
-//! predecessor is removed.
+//! A binding ends when its control group is removed. In Kubernetes, a binding ends only with the pod, since the kubelet gives
+//! slices to pods and restarts a container with the same slice. A control group without processes may still get its first
+//! process, so its binding ends only [`FIRST_PROCESS`] seconds after it was made. If all processes of a control group have
+//! ended, the next control group that asks for its slice gets the slice at once. The reason is that a restarted container can
+//! start before the control group of its predecessor is removed.
 
 use alloc::collections::{BTreeMap, BTreeSet};
 use alloc::string::String;
@@ -19,83 +19,77 @@ use core::fmt;
 
 use crate::terms::SliceId;
 
-/// The seconds that a new binding waits for the first process of its control group.
+/// The seconds that a binding waits for the first process of its control group.
 pub const FIRST_PROCESS: u64 = 60;
 
 /// The most bindings of a host. A GPU has at most 60 clients, and a host has at most 16 GPUs.
 const MOST: usize = 4096;
 
-/// The most bytes of one binding in the state file: a state file that is too large is not read again. A size of 6 KiB is enough
-/// for the longest path of a control group with the longest label and a hundred slices.
+/// The most bytes of one binding in the state file. Without a bound, the state file could become too large for the service to
+/// read it again. 6 KiB are enough for the longest path of a control group, the longest label and a hundred slices.
 pub const LARGEST: usize = 6 * 1024;
 
-/// The most bytes of all bindings in the state file.
 pub const MOST_BYTES: usize = MOST * LARGEST;
 
-/// The user id of root: no other user can choose the names of root's control groups.
+/// The user id of root. Only root can name the control groups that root owns.
 const ROOT: u32 = 0;
 
-/// A control group of the host. A control group that was removed and made again with the same path is another control group.
+/// A control group of the host. The inode distinguishes it from a later control group with the same path.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
 pub struct ControlGroup {
-    /// The path below the mount point of the control group hierarchy. The path begins with a slash and ends with none.
+    /// The path below the mount point of the control group hierarchy. The path begins with a slash and does not end with a
+    /// slash.
     pub path: String,
     pub inode: u64,
 }
 
-/// The use of a control group.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum GroupUse {
-    /// The control group was removed.
     Gone,
-    /// The control group was removed, but its pod still runs, and the kubelet may start the container again.
+    /// The control group was removed, but its pod still runs. The kubelet may start the container again.
     PodGoesOn,
-    /// Neither the control group nor a descendant of it has a process.
+    /// The control group and its descendants have no process.
     Empty,
-    /// The control group has processes, or the kernel does not say if it has processes.
+    /// The control group has processes, or the kernel does not report if it has any.
     Used,
 }
 
-/// The source of a binding. A later variant has more authority.
+/// The authority that has made a binding. A later variant has more authority.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub enum BoundBy {
-    /// The host agent's records have named the slice, or a GPU on which the service has chosen a free slice.
+    /// The host agent's records name the slice, or name a GPU on which the service has chosen a free slice.
     Platform,
     Root,
 }
 
-/// The slices of one control group.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Binding {
     pub group: ControlGroup,
-    /// The slices of the control group. The binding has at least one slice.
+    /// Never empty.
     pub slices: BTreeSet<SliceId>,
     pub by: BoundBy,
-    /// The name of the owner, for people: a guest, a container, a job. It may be empty.
+    /// The name of the owner, for messages: a guest, a container or a job. May be empty.
     pub label: String,
-    /// The time of the binding in seconds since the host was started.
+    /// The time at which the control group was bound, in seconds since the host's boot.
     pub since: u64,
-    /// True if the control group has had a process since the binding.
+    /// True if the control group has had a process since it was bound.
     pub was_used: bool,
 }
 
-/// The bindings of the host. A copy is cheap, since it shares the bindings: each change begins with a copy.
+/// The bindings of the host. A clone is cheap, since clones share the bindings. The service clones the bindings for every
+/// change.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Bindings(Vec<Arc<Binding>>);
 
-/// The reason why a control group is not bound.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum NotBound {
-    /// A slice belongs to the binding of another control group.
     Taken {
-        /// The slice that the control group can't get.
         slice: SliceId,
         /// The name of the binding that has the slice.
         by: String,
     },
-    /// The host has as many bindings as are allowed.
     TooMany,
-    /// The state file has no room for the binding.
+    /// The binding needs more bytes in the state file than [`LARGEST`].
     TooLarge,
 }
 
@@ -116,19 +110,19 @@ impl fmt::Display for NotBound {
     }
 }
 
-/// Returns true if the name of a control group can be trusted: root has made this control group and all its ancestors. A user
-/// who owns a control group (a unit with `Delegate=`) can make control groups in it, and name them after another tenant's
-/// container. `owners` are the users who own the control group and its ancestors; None for a control group that does not exist.
+/// Returns true if the name of a control group can be trusted, since root owns the control group and all its ancestors. A user
+/// who owns a control group (for example a unit with `Delegate=`) can make control groups in it, and can name them like another
+/// tenant's container. `owners` has the user ids of the owners. None stands for a control group that does not exist.
 pub fn is_named_by_root(owners: impl IntoIterator<Item = Option<u32>>) -> bool {
     owners.into_iter().all(|owner| owner == Some(ROOT))
 }
 
-/// The path of the control group of a pod, from the path of a control group in it. None if `path` is outside the kubelet's
-/// control groups.
+/// The path of the pod's control group, for the control group at `path`. None if `path` is outside of the kubelet's control
+/// groups.
 ///
-/// The kubelet's control group for all pods is called `kubepods` or `kubepods.slice`, where the name may begin with the name of a
-/// configured root. The control group for all pods contains the control groups of pods, and two control groups for the lower
-/// classes of service, which contain the pods of these classes.
+/// The kubelet has one control group for all pods, `kubepods` or `kubepods.slice`, whose name may begin with the name of a
+/// configured root. It contains the control groups of pods. It also contains one control group for each of the lower classes of
+/// service (`burstable`, `besteffort`), which contains the pods of the class.
 pub fn pod_of(path: &str) -> Option<&str> {
     let is_for_all =
         |name: &str| matches!(name, "kubepods" | "kubepods.slice") || name.ends_with("-kubepods.slice");
@@ -156,13 +150,11 @@ impl ControlGroup {
         is_in(path, &self.path)
     }
 
-    /// Returns whether this control group is an ancestor or a descendant of the control group at `path`, or that control group
-    /// itself.
     fn is_around_or_inside(&self, path: &str) -> bool {
         self.has(path) || is_in(&self.path, path)
     }
 
-    /// Returns true if both control groups belong to one tenant: one of them contains the other, or both are in one pod.
+    /// Returns whether both control groups belong to one tenant: one contains the other, or both are in one pod.
     fn is_one_tenants(&self, path: &str) -> bool {
         let pod = pod_of(path);
         self.is_around_or_inside(path) || (pod.is_some() && pod == pod_of(&self.path))
@@ -170,12 +162,12 @@ impl ControlGroup {
 }
 
 impl Binding {
-    /// The label of the binding, or the path of its control group if the label is empty.
     pub fn name(&self) -> &str {
         if self.label.is_empty() { &self.group.path } else { &self.label }
     }
 
-    /// This binding with the added slices of `before`, the present binding of the same control group.
+    /// Combines this new binding with `before`, the present binding of the same control group. The binding with more authority
+    /// wins. With equal authority, the control group has the slices of both.
     fn added_to(self, before: Option<&Self>) -> Self {
         match before.map(|before| (before.by.cmp(&self.by), before)) {
             None | Some((Ordering::Less, _)) => self,
@@ -189,8 +181,7 @@ impl Binding {
         }
     }
 
-    /// Returns true if the binding ends because of `group_use`, the use of its control group: the binding has no owner any more.
-    /// `now` is in seconds since the host was started.
+    /// Returns whether the binding has no owner any more, so that it ends. `now` is in seconds since the host's boot.
     fn has_ended(&self, group_use: GroupUse, now: u64) -> bool {
         match group_use {
             GroupUse::Gone => true,
@@ -199,8 +190,8 @@ impl Binding {
         }
     }
 
-    /// Returns true if the binding ends when another control group asks for its slices, because of `group_use`, the use of the
-    /// binding's control group.
+    /// Returns whether the binding ends if another control group asks for its slices. `group_use` describes the control group
+    /// of this binding.
     pub fn gives_way(&self, group_use: GroupUse, now: u64) -> bool {
         (group_use == GroupUse::Empty && self.was_used) || self.has_ended(group_use, now)
     }
@@ -213,11 +204,12 @@ impl FromIterator<Binding> for Bindings {
 }
 
 impl Bindings {
-    /// Binds a control group. If the control group is already bound with the same authority, the slices are added to its binding,
-    /// and a label that is not empty replaces the old label. A binding with more authority replaces the binding of a control
-    /// group; a binding with less authority changes nothing. Without sharing, the new binding takes its slices away from bindings
-    /// of other control groups with less authority: the host agent's records name a container, and root may know better than the
-    /// records. `bytes_of` is the size of a binding in the state file.
+    /// Binds a control group. If the control group is bound with the same authority, it keeps its slices and gets the new
+    /// slices too; a new label replaces the old label unless the new label is empty. A binding with more authority replaces the
+    /// control group's binding. A binding with less authority changes nothing.
+    ///
+    /// Without sharing (`shares`), other tenants' bindings with less authority lose these slices, since root may know better
+    /// than the host agent's records. `bytes_of` returns the size of a binding in the state file.
     ///
     /// # Errors
     /// The control group is not bound, and no binding is changed.
@@ -250,7 +242,7 @@ impl Bindings {
         for one in self.0.iter_mut().filter(|one| loses(one)) {
             Arc::make_mut(one).slices.retain(|slice| !taken.contains(slice));
         }
-        // A binding of another control group with the same path is removed: that control group no longer exists.
+        // A binding of an earlier control group with the same path ends here, since that control group no longer exists.
         self.0.retain(|one| !one.slices.is_empty() && (one.group.path != path || one.group == binding.group));
         match self.0.iter_mut().find(|one| one.group == binding.group) {
             Some(bound) => *bound = Arc::new(binding),
@@ -259,9 +251,8 @@ impl Bindings {
         Ok(())
     }
 
-    /// Ends the bindings that have no owner any more and exclude the control group at `path` from a slice for which `is_wanted`
-    /// is true. Returns the ended bindings. The next container of a pod therefore gets the slice of the pod's container that has
-    /// ended.
+    /// Ends the bindings that have no owner any more and that exclude the control group at `path` from a wanted slice. Returns
+    /// the ended bindings. The next container of a pod thus gets the slice of the pod's container that has ended.
     pub fn make_way(
         &mut self,
         path: &str,
@@ -280,14 +271,14 @@ impl Bindings {
         self.0.extract_if(.., gives_way).collect()
     }
 
-    /// Ends the binding of the control group at this path, and returns it. None if this control group itself is not bound.
+    /// Ends the binding of the control group at this path, and returns the binding. None if this control group itself is not
+    /// bound; the binding of an ancestor stays.
     pub fn unbind(&mut self, path: &str) -> Option<Arc<Binding>> {
         let at = self.0.iter().position(|one| one.group.path == path)?;
         Some(self.0.remove(at))
     }
 
-    /// Ends the bindings that have no owner any more, and returns the ended bindings. `now` is in seconds since the host was
-    /// started.
+    /// Ends the bindings that have no owner any more, and returns them. `now` is in seconds since the host's boot.
     pub fn end(&mut self, now: u64, use_of: impl Fn(&ControlGroup) -> GroupUse) -> Vec<Arc<Binding>> {
         let has_ended = |one: &mut Arc<Binding>| {
             let group_use = use_of(&one.group);
@@ -299,8 +290,9 @@ impl Bindings {
         self.0.extract_if(.., has_ended).collect()
     }
 
-    /// The binding that excludes a program from a slice. `by` is the authority with which the program asks for the slice.
-    /// `path` is the program's control group, if it is known. `holds` returns whether a binding still has an owner.
+    /// The binding that excludes a program from a slice. None if no binding excludes the program. `path` is the program's
+    /// control group, or None if it is not known. `by` is the authority of the program's request. `holds` returns whether a
+    /// binding still has an owner.
     pub fn taken_from(
         &self,
         slice: &SliceId,
@@ -312,14 +304,14 @@ impl Bindings {
         self.with(slice).filter(is_anothers).find(|one| one.by >= by && holds(one))
     }
 
-    /// The binding that counts for a process in the control group at this path. `is_there` returns whether a control group
-    /// still exists: a control group that was made again with the same path does not have the binding.
+    /// The binding that decides the slices of a process in the control group at this path. `is_there` returns whether a control
+    /// group still exists. A new control group with the path of a removed control group does not get its binding.
     pub fn nearest(&self, path: &str, is_there: impl Fn(&ControlGroup) -> bool) -> Option<&Binding> {
         let around = self.iter().filter(|one| one.group.has(path) && is_there(&one.group));
         around.max_by_key(|one| one.group.path.len())
     }
 
-    /// The bindings of each slice. A shared slice has several bindings.
+    /// A shared slice has several bindings.
     pub fn by_slice(&self) -> BTreeMap<&SliceId, Vec<&Binding>> {
         let mut all: BTreeMap<&SliceId, Vec<&Binding>> = BTreeMap::new();
         for one in self.iter() {
@@ -330,19 +322,19 @@ impl Bindings {
         all
     }
 
-    /// The bindings that have this slice. A shared slice has several bindings.
+    /// A shared slice has several bindings.
     pub fn with(&self, slice: &SliceId) -> impl Iterator<Item = &Binding> {
         self.iter().filter(move |one| one.slices.contains(slice))
     }
 
-    /// The bindings that are not in `before`. None if a binding in `before` was changed or has ended.
+    /// The bindings that were added after `before`. None if a binding in `before` has changed or ended.
     pub fn added_to(&self, before: &Self) -> Option<impl Iterator<Item = &Binding>> {
         let (old, new) = self.0.split_at_checked(before.0.len())?;
         let is_same = old.iter().zip(&before.0).all(|(one, other)| Arc::ptr_eq(one, other));
         is_same.then(|| new.iter().map(Arc::as_ref))
     }
 
-    /// The bindings, oldest first.
+    /// Oldest first.
     pub fn iter(&self) -> impl Iterator<Item = &Binding> {
         self.0.iter().map(Arc::as_ref)
     }

@@ -4,18 +4,18 @@ use alloc::collections::BTreeSet;
 
 use crate::GpuUuid;
 
-/// The GPUs that a configuration names, as far as their UUIDs are known.
+/// The GPUs that a configuration names. The service may not know the UUIDs of all these GPUs.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct Configured {
-    /// The GPUs that the configuration certainly names.
+    /// The named GPUs whose UUIDs are known.
     pub certainly: BTreeSet<GpuUuid>,
-    /// Set if the configuration has an entry whose GPU has no known UUID: the GPUs that certainly are not the GPU of that
-    /// entry. None if all UUIDs are known.
+    /// None if the UUID of every named GPU is known. Otherwise the configuration may name any GPU, except for the GPUs in this
+    /// set.
     pub others: Option<BTreeSet<GpuUuid>>,
 }
 
 impl Configured {
-    /// True if the configuration names the GPU with this UUID, or may name it.
+    /// Returns true also if the GPU may be a named GPU whose UUID is not known.
     pub fn may_have(&self, uuid: &str) -> bool {
         self.certainly.contains(uuid) || self.others.as_ref().is_some_and(|others| !others.contains(uuid))
     }

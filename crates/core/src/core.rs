@@ -1,4 +1,4 @@
-//! The whole host: which control daemons there are, and which of them has which GPU.
+//! The decisions about the whole host: which control daemons run, and which control daemon has which GPU.
 
 use alloc::collections::{BTreeMap, BTreeSet};
 use alloc::vec::Vec;
@@ -11,28 +11,27 @@ use crate::{
     Permit,
 };
 
-/// The state on which the decisions about the whole host depend.
 #[derive(Debug, Clone)]
 pub struct Core<P> {
-    /// The control daemons that have a supervisor, by id, so that no two control daemons have the same id. Some control
-    /// daemons are about to end, and others wait for GPUs.
+    /// The control daemons that have a supervisor. A control daemon is in this map also while it waits for GPUs, and while it
+    /// ends.
     lifecycles: BTreeMap<DaemonId, Lifecycle<P>>,
-    /// The control daemons in the state file that have no supervisor, with their GPUs. The processes of control daemons without a
-    /// supervisor may have ended.
+    /// The control daemons in the state file that have no supervisor, each with its GPUs. The processes of these control
+    /// daemons may have ended.
     left: BTreeMap<DaemonId, Vec<GpuUuid>>,
     modes: Modes,
-    /// True once the service ends and leaves the control daemons, and the compute modes of their GPUs, to the next service.
+    /// True once the service is about to exit and leave its control daemons to the next process of the service. From then on,
+    /// the core does not change any compute mode.
     leaving: bool,
 }
 
 impl<P: Clone + PartialEq> Core<P> {
-    /// The core of a service that has just started. `left` has the control daemons of the state file with their GPUs. On the GPUs
-    /// in `changed`, an earlier service has changed the compute mode.
+    /// The state of a service that has just started. `left` has the control daemons in the state file, each with its GPUs.
+    /// `changed` has the GPUs whose compute mode an earlier process of the service has changed.
     pub fn new(left: BTreeMap<DaemonId, Vec<GpuUuid>>, changed: BTreeSet<GpuUuid>) -> Self {
         Self { lifecycles: BTreeMap::new(), left, modes: Modes::new(changed), leaving: false }
     }
 
-    /// Records an event, and returns the acts that the service has to carry out now.
     pub fn on(&mut self, event: CoreEvent<P>, now: CoreTime) -> Vec<Act<P>> {
         match event {
             CoreEvent::Pursue(demand) => self.pursue(demand),
@@ -57,32 +56,33 @@ impl<P: Clone + PartialEq> Core<P> {
         }
     }
 
-    /// The next moment at which the core has to be called though no event comes.
+    /// The next moment at which the caller must call [`Self::on`] with [`CoreEvent::Due`]. None if the core only waits for
+    /// other events.
     pub fn due(&self) -> Option<CoreTime> {
         self.lifecycles.values().filter_map(Lifecycle::due).min()
     }
 
     fn pursue(&mut self, demand: Demand<P>) {
         self.modes.pursue(demand.kept, demand.closed);
-        // A control daemon that the plan does not need keeps its GPUs until its clients have ended. Once MPS is turned off,
-        // the service does not wait for the clients.
+        // A control daemon that the plan does not need serves its clients until they have ended. If an administrator has just
+        // disabled MPS, the control daemon ends at once.
         let end = match demand.mps {
             MpsSwitch::On | MpsSwitch::OffAtStart => Goal::Retire,
             MpsSwitch::TurnedOff => Goal::Stop(Permit::new(Cause::Disabled)),
         };
         let wanted: BTreeSet<&DaemonId> = demand.orders.iter().map(|order| &order.id).collect();
         for (_, one) in self.lifecycles.iter_mut().filter(|(id, _)| !wanted.contains(id)) {
-            // Disabling MPS does not change the goal of a control daemon that is not needed anyway: it still waits for the
-            // end of its clients. Enabling MPS again changes the goal of a control daemon that was about to end together with
-            // its clients: it waits for them now, since no administrator asks for their end any more.
+            // A control daemon that already waits for the end of its clients still waits after MPS is disabled. If MPS is
+            // enabled again, a control daemon that was to end together with its clients waits for them. The reason is that no
+            // administrator wants to end their work any more.
             if demand.mps == MpsSwitch::On || one.goal() == Goal::Serve {
                 one.pursue(end, None);
             }
         }
         for order in demand.orders {
             match self.lifecycles.get_mut(&order.id) {
-                // A control daemon that was about to end serves again with the new order. An administrator who takes back a
-                // change of the configuration thus need not wait for the end of clients.
+                // A control daemon that was about to end serves again. An administrator can thus revert a change of the
+                // configuration without waiting for clients to end.
                 Some(one) => one.pursue(Goal::Serve, Some(order)),
                 None => self.look_after(order, Goal::Serve),
             }
@@ -115,7 +115,6 @@ impl<P: Clone + PartialEq> Core<P> {
         self.lifecycles.insert(order.id.clone(), Lifecycle::new(order, goal, written));
     }
 
-    /// Chooses the next act of each control daemon.
     fn move_on(&mut self, now: CoreTime, acts: &mut Vec<Act<P>>) {
         for id in self.lifecycles.keys().cloned().collect::<Vec<_>>() {
             let held = self.held(&id);
@@ -161,7 +160,8 @@ impl<P: Clone + PartialEq> Core<P> {
         }
     }
 
-    /// The GPUs in the order for this id that other control daemons still have, each with the id of that control daemon.
+    /// The GPUs in this control daemon's order that other control daemons still have, each with the id of the other control
+    /// daemon.
     pub fn held(&self, id: &DaemonId) -> HeldGpus {
         let Some(order) = self.lifecycles.get(id).map(Lifecycle::order) else { return HeldGpus::new() };
         let first = DaemonId::first_that_keeps_from(order.id.tenure());
@@ -175,23 +175,23 @@ impl<P: Clone + PartialEq> Core<P> {
         order.gpus.iter().filter_map(|gpu| Some((gpu.clone(), holder(gpu)?))).collect()
     }
 
-    /// The aim of the control daemon with this id. None if the control daemon has no supervisor.
+    /// None if the control daemon has no supervisor.
     pub fn goal(&self, id: &DaemonId) -> Option<Goal> {
         self.lifecycles.get(id).map(Lifecycle::goal)
     }
 
-    /// The order for the control daemon with this id. None if the control daemon has no supervisor.
+    /// None if the control daemon has no supervisor.
     pub fn order(&self, id: &DaemonId) -> Option<&Order<P>> {
         self.lifecycles.get(id).map(Lifecycle::order)
     }
 
-    /// The orders for control daemons that wait until other control daemons have left their GPUs.
+    /// The orders of control daemons that have not started, since other control daemons still have their GPUs.
     pub fn pending(&self) -> impl Iterator<Item = &Order<P>> {
         self.lifecycles.values().filter(|one| one.is_pending()).map(Lifecycle::order)
     }
 
-    /// The GPUs for which a control daemon has an order while another control daemon still has the GPU, each with the id of
-    /// that other control daemon.
+    /// All GPUs that a control daemon should serve and that another control daemon still has, each with the id of the other
+    /// control daemon.
     pub fn kept(&self) -> HeldGpus {
         self.serving().flat_map(|(id, _)| self.held(id)).collect()
     }

@@ -1,36 +1,34 @@
-//! The events on which the decisions of the core depend.
+//! The events that the core reacts to.
 
 use alloc::collections::BTreeMap;
 use alloc::vec::Vec;
 
 use crate::{Configured, DaemonId, GpuUuid};
 
-/// An event, after which the core may order acts.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum CoreEvent<P> {
-    /// A new plan has come into force.
     Pursue(Demand<P>),
-    /// An administrator stops the service for good. Every control daemon ends with its clients, including control daemons that
-    /// an earlier service has started.
+    /// An administrator stops the service for good, so every control daemon ends together with its clients. Control daemons
+    /// that an earlier process of the service has started end too.
     Stop {
-        /// An order for each control daemon in the state file. The order is used if the control daemon has no supervisor.
+        /// An order for each control daemon in the state file. The core uses these orders to end the control daemons that have
+        /// no supervisor yet.
         left: Vec<Order<P>>,
     },
-    /// The service ends, and leaves the control daemons to the next service.
+    /// The process of the service ends, and leaves its control daemons running. The next process of the service takes over the
+    /// control daemons.
     Leave,
-    /// The service has carried out an act about a control daemon.
     Done {
         id: DaemonId,
-        /// The GPUs that the state file names for the control daemon after the act. None if the state file does not have the
-        /// control daemon.
+        /// The GPUs of the control daemon in the state file after the act. None if the state file does not name the control
+        /// daemon.
         written: Option<Vec<GpuUuid>>,
-        /// True if the service watches the process, and so learns when it ends.
+        /// True if the service watches the process of the control daemon, and therefore notices its end.
         watched: bool,
         outcome: ActOutcome,
     },
-    /// The service has carried out an act about a compute mode.
     ModeDone {
-        /// The UUID of the GPU whose compute mode was changed.
+        /// The GPU whose compute mode was set or restored.
         gpu: GpuUuid,
         outcome: ModeOutcome,
     },
@@ -38,106 +36,95 @@ pub enum CoreEvent<P> {
     Due,
 }
 
-/// The orders and the compute modes that a plan asks for.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Demand<P> {
-    /// The control daemons that should run.
     pub orders: Vec<Order<P>>,
-    /// An order for each control daemon in the state file that has no order in `orders`. The order is used if the control daemon
-    /// has no supervisor.
+    /// An order for each control daemon that the state file names and that `orders` does not name. The core uses these orders
+    /// to end the control daemons that have no supervisor yet.
     pub left: Vec<Order<P>>,
-    /// The state of the switch `enable_cuda_mps`.
     pub mps: MpsSwitch,
-    /// The GPUs that keep the service's compute mode, even if they are not served at the moment. None if the service does not set
-    /// compute modes.
+    /// The GPUs whose former compute mode the service does not restore, even while no control daemon serves them, since the
+    /// configuration names them. Empty if the service does not set compute modes.
     pub kept: Configured,
-    /// The GPUs that programs without MPS use. The service sets the compute mode of GPUs that programs without MPS use, though it
-    /// does not serve these GPUs, so that no further programs without MPS can use them.
+    /// GPUs that the service does not serve yet, since programs without MPS use them. The service sets the compute mode of
+    /// these GPUs, so that no more programs without MPS can start on them.
     pub closed: Vec<GpuUuid>,
 }
 
-/// The switch `enable_cuda_mps`, and how it was turned off.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum MpsSwitch {
-    /// The switch is on: a control daemon that is no longer needed ends once it has no client.
+    /// MPS is enabled. A control daemon that the plan no longer needs ends after its last client has ended.
     On,
-    /// The switch was off when the service started. A control daemon that runs already ends once it has no client, since no
-    /// administrator has just asked for the end of GPU work.
+    /// MPS was already disabled when the service started. A running control daemon ends only after its last client has ended,
+    /// since no administrator has just asked for the end of GPU work.
     OffAtStart,
-    /// An administrator has just turned the switch off: control daemons end with their clients.
+    /// An administrator has disabled MPS while the service runs. Control daemons end at once, together with their clients.
     TurnedOff,
 }
 
-/// The order for one control daemon: the GPUs that it should serve, and how.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Order<P> {
-    /// The id of the control daemon. No two orders have the same id.
+    /// No two orders have the same id.
     pub id: DaemonId,
-    /// The GPUs of the control daemon. Two orders share a GPU only if the tenure of both is [`crate::Tenure::InTurns`].
+    /// The GPUs that the control daemon should serve. Two orders name the same GPU only if both control daemons have the tenure
+    /// [`crate::Tenure::InTurns`].
     pub gpus: Vec<GpuUuid>,
-    /// True if the control daemon sets the compute modes of its GPUs.
     pub sets_modes: bool,
-    /// The part of the order that the core only compares and does not read.
+    /// The rest of the order. The core does not read the payload, and only compares it with the payload of another order.
     pub payload: P,
 }
 
-/// The outcome of an act about a control daemon.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum ActOutcome {
-    /// The act has succeeded. The process of the control daemon may have ended if the act was [`crate::DaemonAct::TakeOver`].
+    /// The act has succeeded. After [`crate::DaemonAct::TakeOver`], the control daemon may have ended.
     Done,
-    /// The service has ended the control daemon, since the order has changed or the control daemon is unused.
+    /// The service has ended the control daemon, since its order has changed or no program uses it.
     Ended,
-    /// The control daemon lives, and has to be given its order again.
+    /// The control daemon runs, and must get its order again.
     Again,
-    /// The act has failed for this reason.
     Failed(WhyFailed),
-    /// The answer to [`crate::DaemonAct::Judge`]: the use of the control daemon.
+    /// The answer to [`crate::DaemonAct::Judge`].
     Used(RunUse),
-    /// The control daemon still lives after every attempt to end it.
+    /// The control daemon still runs, though the service has tried everything to end it.
     Lives,
-    /// The act was broken off by [`crate::Act::Interrupt`].
     Interrupted,
 }
 
-/// The reason why an act has failed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum WhyFailed {
-    /// The process of the control daemon has ended.
     Gone,
-    /// The control daemon does not work properly, or a fault outside of it prevents the service from using it.
+    /// The control daemon does not work, or a fault outside of it makes it unusable. The core ends the control daemon if it has
+    /// no client.
     Ill,
-    /// Something outside of the control daemon is not ready yet, and soon will be. A new control daemon would have to wait for
-    /// the same thing.
+    /// Something that the control daemon needs is not ready yet, for example the fabric manager. The core does not replace the
+    /// control daemon, since a new control daemon would have to wait for the same thing.
     NotYet,
-    /// The service does not understand the control daemon's answers. A new control daemon would answer the same.
+    /// The service can't parse the control daemon's answers. The core does not replace the control daemon, since a new control
+    /// daemon would give the same answers.
     NotUnderstood,
 }
 
-/// The use of a control daemon that does not work properly.
+/// The result of [`crate::DaemonAct::Judge`]: which programs use a control daemon that has failed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum RunUse {
-    /// The control daemon has ended meanwhile.
     Gone,
-    /// No program uses the control daemon.
     Idle,
-    /// The control daemon has no client, but programs without MPS prevent the start of a server. If the control daemon ended,
-    /// more programs without MPS could start.
+    /// The control daemon has no client, but programs without MPS prevent the start of its server. The core does not end the
+    /// control daemon, since more programs without MPS could start without it.
     KeptOut,
     /// The control daemon has clients, or the service can't find out if it has clients.
     Clients,
 }
 
-/// The outcome of an act about a compute mode.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum ModeOutcome {
-    /// The GPU has the service's compute mode, or keeps another mode for a reason that was logged.
+    /// The GPU has the compute mode of the service, or the log has the reason why the GPU has another mode.
     Taken,
-    /// The GPU has its recorded compute mode again, or a mode that another program has set since.
+    /// The GPU has its saved compute mode again, or a mode that another program has set since.
     PutBack,
-    /// The service can't restore the compute mode now.
+    /// The saved compute mode can't be restored now. The core tries again with the next plan.
     Stays,
 }
 
-/// The GPUs in an order that other control daemons still have, each with the id of that control daemon.
+/// The GPUs of an order that other control daemons still have, each with the id of the other control daemon.
 pub type HeldGpus = BTreeMap<GpuUuid, DaemonId>;

@@ -1,9 +1,10 @@
 //! The memory limits that the kernel enforces for control groups that are bound to slices.
 //!
-//! The limit of a control group on a GPU is the memory of its own slices there and of the slices of its descendants. The kernel
-//! counts the memory of descendants too, and a client must get all memory that its slice has. Every limit is checked after
-//! [`CHECK`], since other programs can change a limit, and the reason for a refusal may end. A new limit is checked after
-//! [`SOON`] too: other hooks of the container may run after the hook that binds it, and change the limit.
+//! The kernel counts the memory of a control group together with the memory of its descendants. The limit of a control group on
+//! a GPU is therefore the memory of its own slices there plus the memory of its descendants' slices. Each limit is checked
+//! again after [`CHECK`], since other programs can change it, and since a limit that was refused may be accepted later. A new
+//! limit is first checked after [`SOON`]. The hook that binds a container may be followed by other hooks, which may change the
+//! limit.
 
 use alloc::collections::{BTreeMap, BTreeSet};
 use alloc::string::String;
@@ -13,40 +14,34 @@ use crate::bindings::{Binding, Bindings, ControlGroup};
 use crate::terms::SliceId;
 use crate::{CoreTime, GpuUuid};
 
-/// The time between two checks of a limit that the kernel enforces.
+/// The time between two checks of a limit.
 pub const CHECK: CoreTime = CoreTime::from_secs(60);
 
 /// The time until the next check of a limit that is new, or that another program has just changed.
 pub const SOON: CoreTime = CoreTime::from_secs(5);
 
-/// A control group, and a GPU on which it has a limit.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
 pub struct LimitedGroup {
-    /// The GPU on which the control group has the limit.
     pub gpu: GpuUuid,
-    /// The control group that has the limit.
     pub group: ControlGroup,
 }
 
-/// The limit of a control group on a GPU: the memory that the control group may have.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct GroupLimit {
-    /// The limit in MiB.
     pub mib: u64,
-    /// The slices whose memory makes up the limit.
+    /// The slices whose memory adds up to the limit.
     pub slices: BTreeSet<SliceId>,
 }
 
-/// The limit of each control group on each GPU.
 pub type GroupLimits = BTreeMap<LimitedGroup, GroupLimit>;
 
-/// The limits that follow from the bindings. `memory_of` gives the GPU of a slice that is served, and the slice's memory in
-/// MiB.
+/// The limits that follow from the bindings. `memory_of` returns the GPU and the memory in MiB of a slice, or None if the slice
+/// is not served.
 pub fn limits(bindings: &Bindings, memory_of: impl Fn(&SliceId) -> Option<(GpuUuid, u64)>) -> GroupLimits {
     let by_path: BTreeMap<&str, _> = bindings.iter().map(|one| (one.group.path.as_str(), one)).collect();
     let mut limits = GroupLimits::new();
     for one in bindings.iter() {
-        // `0` is the byte after `/`, so this range has all paths that begin with the group's path and a slash.
+        // `0` is the byte after `/`, so the range has exactly the paths that begin with the group's path and a slash.
         let (first, end) = (alloc::format!("{}/", one.group.path), alloc::format!("{}0", one.group.path));
         let inside = by_path.range(first.as_str()..end.as_str()).map(|(_, inside)| *inside);
         limits.extend(limits_of(one, inside.chain([one]), &memory_of));
@@ -54,7 +49,7 @@ pub fn limits(bindings: &Bindings, memory_of: impl Fn(&SliceId) -> Option<(GpuUu
     limits
 }
 
-/// The limits that a binding of the control groups at these paths can change: the limits of these control groups and of their
+/// The limits that can change when the control groups at these paths are bound: the limits of these control groups and of their
 /// ancestors.
 pub fn limits_around(
     paths: &[&str],
@@ -69,7 +64,7 @@ pub fn limits_around(
     around.flat_map(with_inside).collect()
 }
 
-/// The limits of a bound control group on its GPUs, for its own slices and the slices of its descendants.
+/// The limits of one bound control group on its GPUs. `inside` has its own binding and the bindings of its descendants.
 fn limits_of<'b>(
     one: &Binding,
     inside: impl Iterator<Item = &'b Binding>,
@@ -88,8 +83,8 @@ fn limits_of<'b>(
     limits
 }
 
-/// The control group with exactly the memory of this slice as its limit on this GPU, so that the limit applies to all programs
-/// with this slice. None if two bindings have the slice, or if the limit covers several slices.
+/// The control group whose limit on this GPU is exactly the memory of this slice, so that the limit applies to all programs
+/// with the slice. None if several bindings have the slice, or if the limit covers several slices.
 pub fn limited_to(
     slice: &SliceId,
     gpu: &GpuUuid,
@@ -101,39 +96,33 @@ pub fn limited_to(
     limits.get(&place).filter(|limit| limit.slices.len() == 1).map(|_| place)
 }
 
-/// The aim for one limit: the kernel should enforce it, or should not enforce it any more.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum LimitGoal {
     /// Set this limit, in MiB.
     Hold(u64),
-    /// Remove the limit if its value is one of these values in MiB, which the service may have set. Another program has set a
-    /// limit with any other value.
+    /// Remove the limit if its value is one of these values, in MiB, which the service may have set. Any other value is from
+    /// another program and stays.
     Lift(BTreeSet<u64>),
 }
 
-/// The outcome of an attempt to set or remove a limit.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum LimitOutcome {
-    /// The driver confirms that the goal is reached.
     Reached,
-    /// The driver confirms that the goal is reached. Before the attempt, the kernel had another limit, which the text describes.
+    /// Like [`Self::Reached`], but the kernel had another limit before, which the text describes.
     Replaced(String),
-    /// The driver can't set memory limits that the kernel enforces.
+    /// The driver does not support memory limits that the kernel enforces.
     NotOffered,
-    /// The goal is not reached, for this reason.
     Refused(String),
 }
 
-/// The goals for the limits that should be enforced or removed, and the outcomes so far.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct KernelLimits(BTreeMap<LimitedGroup, Pursued>);
 
-/// The goal for one limit, and the outcome of the attempts so far.
 #[derive(Debug, Clone, PartialEq, Eq)]
 struct Pursued {
     goal: LimitGoal,
-    /// The limits, in MiB, that the service may have set in the kernel. The kernel may set a limit even if its answer to the
-    /// service gets lost.
+    /// The values, in MiB, that the service may have set in the kernel. The kernel may have set a value even if its answer was
+    /// lost.
     ours: BTreeSet<u64>,
     outcome: Option<LimitOutcome>,
     due: CoreTime,
@@ -141,8 +130,8 @@ struct Pursued {
 
 impl KernelLimits {
     /// Sets the goals. A limit without a goal is removed. A refused limit is tried again, since a change of the goals often
-    /// ends the reason for the refusal. If goals were only added, refused limits are not tried again: a host may have thousands
-    /// of limits.
+    /// removes the reason for the refusal. If goals were only added, no refused limit is tried again, since a host may have
+    /// thousands of limits.
     pub fn pursue(&mut self, goals: &BTreeMap<LimitedGroup, LimitGoal>, now: CoreTime) {
         let mut known = self.0.iter().peekable();
         let mut is_new = |goal: &(&LimitedGroup, &LimitGoal)| {
@@ -165,7 +154,7 @@ impl KernelLimits {
         }
     }
 
-    /// The next limit to set or remove, with its goal. None if no attempt is due.
+    /// The next limit to set or remove. None if no attempt is due.
     pub fn next(&self, now: CoreTime) -> Option<(LimitedGroup, LimitGoal)> {
         let (place, pursued) = self.0.iter().find(|(_, pursued)| pursued.due <= now)?;
         Some((place.clone(), pursued.goal.clone()))
@@ -176,8 +165,8 @@ impl KernelLimits {
         self.0.values().map(|pursued| pursued.due).min()
     }
 
-    /// Records the outcome of an attempt. Returns true if the outcome is worth a message: the kernel refused for another reason
-    /// than the last time, or it had another limit than the service's.
+    /// Records the outcome of an attempt. Returns true if the outcome deserves a message: the kernel has refused for a new
+    /// reason, or another program has changed the limit that the service had set.
     pub fn has_acted(
         &mut self,
         place: &LimitedGroup,
@@ -212,26 +201,26 @@ impl KernelLimits {
         was_held && was_another
     }
 
-    /// The outcome of the last attempt for each limit that should be enforced.
+    /// The outcome of the last attempt for each limit that should be in force.
     pub fn outcomes(&self) -> impl Iterator<Item = (&LimitedGroup, &LimitOutcome)> {
         self.0.iter().filter_map(|(place, pursued)| Some((place, pursued.shown()?)))
     }
 
-    /// The outcome of the last attempt for one limit. None if there was no attempt, or if the limit should not be enforced.
+    /// None if there was no attempt yet, or if the limit should be removed.
     pub fn outcome(&self, place: &LimitedGroup) -> Option<&LimitOutcome> {
         self.0.get(place)?.shown()
     }
 }
 
 impl Pursued {
-    /// The outcome of the last attempt. None if the goal is to remove the limit.
+    /// None if there was no attempt yet, or if the goal is to remove the limit.
     fn shown(&self) -> Option<&LimitOutcome> {
         self.outcome.as_ref().filter(|_| matches!(self.goal, LimitGoal::Hold(_)))
     }
 }
 
 impl LimitGoal {
-    /// The limits, in MiB, that the kernel may get from the service by this goal.
+    /// The limits, in MiB, that the kernel may have got from the service under this goal.
     fn mib(&self) -> BTreeSet<u64> {
         match self {
             Self::Hold(mib) => [*mib].into(),

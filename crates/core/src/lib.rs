@@ -1,13 +1,13 @@
-//! The decisions of the service, without input and output: which control daemon is taken over, started, served, ended or left to
-//! the next service; which control daemon has which GPU; and which compute modes are restored.
+//! The decisions of the service, without input and output: which control daemon is started, taken over, or ended; which control
+//! daemon gets which GPU; and which compute modes are restored.
 //!
-//! Each event ([`CoreEvent`]) goes to [`Core::on`], which answers with acts ([`Act`]). The code around the core, the shell,
-//! carries the acts out and decides nothing; the result of each act is another event. [`Core::due`] is the next moment at which
-//! something has to be done though no event comes. One core decides for the whole host, so that a decision about one control
-//! daemon takes the others into account.
+//! An event ([`CoreEvent`]) goes to [`Core::on`], which returns acts ([`Act`]). The code outside this crate, called the shell,
+//! carries out the acts. The shell decides nothing, and sends the result of each act back to the core as another event.
+//! [`Core::due`] returns the next moment at which the shell must call the core even if no event comes. One core decides for the
+//! whole host, so a decision about one control daemon can take all other control daemons into account.
 //!
-//! The crate does not use the standard library, so it can't name files, processes, sockets, threads and clocks. Therefore tests
-//! can try ten thousand histories of hundreds of events (`tests/histories.rs`) in a world that exists only in memory.
+//! The crate does not use the standard library, so it can't open files, start processes or read a clock. Tests can therefore
+//! run thousands of histories of events (`tests/histories.rs`) on a host that exists only in memory.
 //!
 //! | file | its job |
 //! |---|---|
@@ -66,5 +66,5 @@ pub use permit::{Cause, Permit};
 pub use rate_limit::RateLimit;
 pub use terms::{DaemonId, GpuUuid, Tenure};
 
-/// A moment, as the time since a fixed moment. It never goes backwards.
+/// A point in time, as the time that has passed since a fixed moment. The value never decreases.
 pub type CoreTime = ::core::time::Duration;

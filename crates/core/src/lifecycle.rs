@@ -1,4 +1,4 @@
-//! Chooses the next act for one control daemon, from its order to its end.
+//! Chooses the next act for one control daemon, from its first order to its end.
 
 use alloc::vec::Vec;
 use core::mem;
@@ -6,66 +6,65 @@ use core::time::Duration;
 
 use crate::{ActOutcome, Cause, CoreTime, DaemonAct, GpuUuid, HeldGpus, Order, Permit, RunUse, WhyFailed};
 
-/// The pause before a control daemon is started again after its second failure in a row. After the first failure there is no
-/// pause. The pause doubles up to [`LAST_PAUSE`].
+/// The pause after the second failure in a row. There is no pause after the first failure. Each further failure doubles the
+/// pause, up to [`LAST_PAUSE`].
 const FIRST_PAUSE: Duration = Duration::from_millis(100);
 
-/// The longest pause after a failure. A container that is restarted during the pause waits at most 25 s for its slice, before the
-/// container engine gives up.
+/// The longest pause after a failure. A container that starts during the pause waits at most 25 s for its slice, so the pause
+/// must be shorter.
 const LAST_PAUSE: Duration = Duration::from_secs(20);
 
-/// The longest pause while programs without MPS prevent the start of a server. Programs without MPS may end at any moment.
+/// The longest pause while programs without MPS prevent the start of a server. The pause is short, since these programs may end
+/// at any moment.
 const HELD_PAUSE: Duration = Duration::from_secs(1);
 
-/// The longest pause while the control daemon waits for something else to be ready, such as the fabric manager.
+/// The longest pause while the control daemon waits for something outside of it, such as the fabric manager.
 const SOON: Duration = Duration::from_secs(3);
 
-/// Returns true if programs should wait for the next control daemon during this pause after a failure. After several failures
-/// in a row it is unknown when a control daemon works again.
+/// Returns whether new programs should wait for the next control daemon during this pause. A long pause follows several
+/// failures in a row, after which the wait could be endless.
 pub fn programs_wait(pause: Duration) -> bool {
     pause < HELD_PAUSE
 }
 
-/// After a control daemon has worked for this time, the pause after its next failure is short again.
+/// After a control daemon or a server has worked for this time, its next failure counts as the first failure in a row.
 pub const HEALTHY_AGAIN: Duration = Duration::from_secs(60);
 
-/// The pause after the next failure, if the pause after the last failure was `pause`.
 pub fn next_pause(pause: Duration) -> Duration {
     (pause * 2).clamp(FIRST_PAUSE, LAST_PAUSE)
 }
 
-/// The aim of a control daemon's supervisor.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Goal {
-    /// The control daemon serves its order.
     Serve,
     /// The control daemon ends once its last client has ended.
     Retire,
     /// The control daemon ends now, together with its clients.
     Stop(Permit),
-    /// The control daemon stays, with its clients: the next service takes it over.
+    /// The control daemon and its clients continue, and the next process of the service takes over.
     Leave,
 }
 
-/// The work on a control daemon at this moment.
 #[derive(Debug, Clone, PartialEq, Eq)]
 enum Phase {
-    /// No act is under way. The next act follows from the goal.
+    /// No act is under way. The goal decides the next act.
     Open,
-    /// No act is under way. This act is the next one.
+    /// No act is under way, and this act comes next.
     Then(DaemonAct),
-    /// This act has been under way since this moment.
+    /// This act is under way. `since` is the moment at which the act began.
     Busy { act: DaemonAct, since: CoreTime, interrupted: bool },
-    /// The pause after a failure. The pause ends at `until`, or when the order or the goal changes.
+    /// The pause after a failure. The pause ends at `until`, or earlier if the order, the goal, or the GPUs of other control
+    /// daemons change.
     Resting { until: CoreTime },
 }
 
-/// The order that the last act was begun with. The service works with the order of an act until the act has ended.
+/// The order at the beginning of the last act. The supervisor works with this order until the act has ended, even if a newer
+/// order comes.
 #[derive(Debug, Clone, PartialEq, Eq)]
 struct Told {
     revision: u64,
     held: HeldGpus,
-    /// The GPUs that the order gives to the control daemon. A later order may name other GPUs.
+    /// The GPUs that the control daemon has during the act. A newer order may name other GPUs.
     gpus: Vec<GpuUuid>,
     sets_modes: bool,
 }
@@ -76,7 +75,6 @@ impl Told {
     }
 }
 
-/// The next step of a supervisor.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Next {
     Act(DaemonAct),
@@ -87,23 +85,21 @@ pub(crate) enum Next {
     Release,
 }
 
-/// One control daemon: its order, and the facts that the core knows about it.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct Lifecycle<P> {
     order: Order<P>,
     goal: Goal,
-    /// The number of changes of order and goal so far.
     revision: u64,
-    /// The order that the last act was begun with. None if no act was begun.
+    /// None if no act has begun yet.
     told: Option<Told>,
-    /// The GPUs that the state file names for the control daemon. None if the state file does not have the control daemon.
+    /// The GPUs of the control daemon in the state file. None if the state file does not name the control daemon.
     written: Option<Vec<GpuUuid>>,
-    /// True if the service watches the process, and so learns of its end.
+    /// True if the service watches the process, and therefore notices its end.
     watched: bool,
-    /// True if a control daemon has run under this id before. The next control daemon with this id waits until all of its GPUs
-    /// are free: it could get a missing GPU only by a restart, and clients on its other GPUs could prevent the restart for ever.
+    /// True if a control daemon with this id has run before. Only the first start waits until all GPUs of the order are free. A
+    /// control daemon gets a missing GPU only by a restart, and clients on its other GPUs could prevent the restart forever.
     has_run: bool,
-    /// True if every attempt of the service to end the control daemon has failed.
+    /// True if the service has stopped trying to end the control daemon, since every attempt has failed.
     given_up: bool,
     phase: Phase,
     pause: Duration,
@@ -137,21 +133,21 @@ impl<P: Clone + PartialEq> Lifecycle<P> {
         self.written.as_ref()
     }
 
-    /// The GPUs with which the control daemon runs, and the GPUs that it should get and that no other control daemon has. A GPU may
-    /// appear twice.
+    /// The GPUs that the control daemon runs with, and the GPUs of its order that no other control daemon has. A GPU may appear
+    /// twice.
     pub(crate) fn gpus<'g>(&'g self, held: &'g HeldGpus) -> impl Iterator<Item = &'g GpuUuid> {
         let running = self.written.iter().flatten();
-        // The GPUs of the running control daemon are its own, even if the state file still lists an ended control daemon with
-        // one of them.
+        // The GPUs of the running control daemon count even if the state file still names one of them for a control daemon that
+        // has ended.
         running.chain(self.order.gpus.iter().filter(|gpu| !held.contains_key(*gpu)))
     }
 
-    /// Returns whether the order waits: no act was begun for the control daemon, and no process runs.
+    /// Returns whether the order has not been carried out so far: no act has begun, and no process runs.
     pub(crate) fn is_pending(&self) -> bool {
         self.told.is_none() && self.written.is_none()
     }
 
-    /// Sets the goal, and a new order if there is one. Setting the same goal and order again changes nothing.
+    /// Sets the goal, and a new order if there is one. The same goal and order as before change nothing.
     pub(crate) fn pursue(&mut self, goal: Goal, order: Option<Order<P>>) {
         let order = order.filter(|order| *order != self.order);
         if self.goal == goal && order.is_none() {
@@ -164,27 +160,26 @@ impl<P: Clone + PartialEq> Lifecycle<P> {
         self.pause = Duration::ZERO;
     }
 
-    /// Returns whether the control daemon has this GPU, or is being started with it.
+    /// Returns whether the control daemon runs with this GPU, or is being started with it.
     pub(crate) fn has(&self, gpu: &str) -> bool {
         let starts = matches!(self.phase, Phase::Busy { act: DaemonAct::Start, .. });
         self.written.iter().flatten().any(|one| one == gpu)
             || starts && self.told.iter().any(|told| told.has(gpu))
     }
 
-    /// Returns whether the compute mode of this GPU must stay for this control daemon. The mode must stay if the present
-    /// order names the GPU, or if the order of the act under way does.
+    /// Returns whether the service's compute mode must stay on this GPU. Either the control daemon has the GPU, or the act
+    /// under way may still set the mode, perhaps by an older order.
     pub(crate) fn keeps_mode(&self, gpu: &str) -> bool {
         let sets = matches!(self.phase, Phase::Busy { act: DaemonAct::Start | DaemonAct::Serve, .. });
         let still_sets = || self.told.as_ref().is_some_and(|told| told.sets_modes && told.has(gpu));
         (self.order.sets_modes && self.has(gpu)) || (sets && still_sets())
     }
 
-    /// Returns whether the order or the goal has changed since the last act began.
     fn is_stale(&self) -> bool {
         self.told.as_ref().is_none_or(|told| told.revision != self.revision)
     }
 
-    /// The moment at which the next step is due though no event comes. None if there is no such moment.
+    /// The moment of the next step if no event comes before. None if the next step needs an event.
     pub(crate) fn due(&self) -> Option<CoreTime> {
         match self.phase {
             Phase::Resting { until } => Some(until),
@@ -192,9 +187,9 @@ impl<P: Clone + PartialEq> Lifecycle<P> {
         }
     }
 
-    /// The next step, given the GPUs that other control daemons have. While a compute mode is being changed (`modes_change`),
-    /// no act that may set a compute mode is returned: each of the two changes would record the other's mode as the former
-    /// mode.
+    /// The next step. `held` has the GPUs that other control daemons have. While the compute mode of one of the GPUs is being
+    /// changed (`modes_change`), no act begins that may set a compute mode. Otherwise each change could save the mode of the
+    /// other change as the mode to restore.
     pub(crate) fn next(&mut self, held: &HeldGpus, modes_change: bool, now: CoreTime) -> Option<Next> {
         let has_other_order = self.is_stale();
         let has_other_gpus = self.told.as_ref().is_none_or(|told| told.held != *held);
@@ -211,8 +206,8 @@ impl<P: Clone + PartialEq> Lifecycle<P> {
             Phase::Resting { until } if now < *until && !has_other_order && !has_other_gpus => return None,
             Phase::Then(act) => *act,
             Phase::Open | Phase::Resting { .. } => {
-                // The moment to act has come, so [`Self::due`] must not return it again. The control daemon may still have to
-                // wait for GPUs.
+                // The pause is over, so [`Self::due`] must not return its end again. Otherwise the caller would call in a tight
+                // loop while the control daemon waits for GPUs.
                 self.phase = Phase::Open;
                 match self.choose(held) {
                     None => return self.told.take().map(|_| Next::Wait),
@@ -237,7 +232,7 @@ impl<P: Clone + PartialEq> Lifecycle<P> {
         Some(Next::Act(act))
     }
 
-    /// The step that follows from the goal. None if the control daemon waits for GPUs that other control daemons have.
+    /// The step that the goal requires. None if the control daemon has to wait for GPUs that other control daemons have.
     fn choose(&self, held: &HeldGpus) -> Option<Next> {
         let is_left = self.written.is_some() && !self.given_up;
         Some(Next::Act(match self.goal {
@@ -251,7 +246,6 @@ impl<P: Clone + PartialEq> Lifecycle<P> {
         }))
     }
 
-    /// Records the outcome of the act that was under way.
     pub(crate) fn done(
         &mut self,
         written: Option<Vec<GpuUuid>>,
@@ -261,16 +255,18 @@ impl<P: Clone + PartialEq> Lifecycle<P> {
     ) {
         let Phase::Busy { act, since, .. } = self.phase else { return };
         let is_gone = (act, outcome, watched) == (DaemonAct::TakeOver, ActOutcome::Done, false);
-        // `written` may still name the control daemon, since the state file can't be written while the disk is full.
+        // `written` may still name a control daemon that has ended, since the state file can't be written while the disk is
+        // full.
         (self.written, self.watched, self.phase) = (written.filter(|_| !is_gone), watched, Phase::Open);
         self.has_run |= watched;
         let is_stale = self.is_stale();
         match (self.goal, outcome) {
-            // The order has changed during the act, so the outcome does not matter and the new order is tried at once.
+            // The order or the goal has changed during the act. The outcome of the act no longer matters, and the next act
+            // begins at once.
             _ if is_stale => {}
             (Goal::Leave, _) => self.watched = false,
-            // The control daemon could not be ended. The control daemon stays in the state file, where the next service finds
-            // it.
+            // The service could not end the control daemon. The control daemon stays in the state file, where the next process
+            // of the service finds it.
             (Goal::Stop(permit), ActOutcome::Lives) if permit.cause() == Cause::Stop => {
                 (self.watched, self.given_up) = (false, true);
             }
@@ -302,7 +298,7 @@ impl<P: Clone + PartialEq> Lifecycle<P> {
         }
     }
 
-    /// Begins a pause, at most `longest`. Each pause is longer than the one before.
+    /// Begins a pause of at most `longest`, and makes the next pause longer.
     fn rest(&mut self, longest: Duration) {
         self.phase = Phase::Then(DaemonAct::Rest(self.pause.min(longest)));
         self.pause = next_pause(self.pause);

@@ -1,5 +1,4 @@
-//! The compute modes that the service has changed. The changed modes stay while the service needs a GPU, and are restored
-//! afterwards.
+//! The compute modes that the service has changed, and has to restore once it no longer needs the GPUs.
 
 use alloc::collections::BTreeSet;
 use alloc::vec::Vec;
@@ -8,16 +7,16 @@ use crate::{Configured, GpuUuid, ModeOutcome};
 
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct Modes {
-    /// The GPUs that keep the service's compute mode, even if they are not served.
+    /// The GPUs whose former compute mode is not restored while no control daemon serves them, since the configuration names
+    /// them.
     kept: Configured,
     /// The GPUs whose compute mode may have to be restored, since the service has changed it.
     touched: BTreeSet<GpuUuid>,
-    /// The GPUs whose compute mode is being set or restored at this moment.
     under_way: BTreeSet<GpuUuid>,
-    /// The GPUs whose compute mode the service could not restore. When the next plan comes, the service tries again to restore
-    /// these modes.
+    /// The GPUs whose compute mode the service could not restore. The next plan causes another attempt.
     stuck: BTreeSet<GpuUuid>,
-    /// The GPUs whose compute mode should be set though they are not served, so that no further programs without MPS come.
+    /// The GPUs whose compute mode should be set though no control daemon serves them, so that no more programs without MPS
+    /// start on them.
     to_close: BTreeSet<GpuUuid>,
 }
 
@@ -32,19 +31,19 @@ impl Modes {
         }
     }
 
-    /// Sets the GPUs of a new plan. Compute modes that the service could not restore are tried again.
+    /// Sets the GPUs of a new plan. The service tries again to restore the compute modes that it could not restore before.
     pub(crate) fn pursue(&mut self, kept: Configured, closed: Vec<GpuUuid>) {
         self.kept = kept;
         self.to_close = closed.into_iter().collect();
         self.stuck.clear();
     }
 
-    /// Gives up the plan: from now on a GPU keeps the service's compute mode only while a control daemon has the GPU.
+    /// Drops the plan. From now on, a GPU has the service's compute mode only while a control daemon has the GPU.
     pub(crate) fn give_up(&mut self) {
         self.pursue(Configured::default(), Vec::new());
     }
 
-    /// Records that a control daemon is about to set the compute modes of these GPUs.
+    /// Records that a control daemon may change the compute modes of these GPUs, so that the modes are restored later.
     pub(crate) fn may_be_set(&mut self, gpus: impl Iterator<Item = GpuUuid>) {
         self.touched.extend(gpus);
     }
@@ -64,7 +63,7 @@ impl Modes {
         }
     }
 
-    /// Returns whether the compute mode of this GPU is being changed, so that no other task may set it.
+    /// Returns whether the compute mode of this GPU is being changed. Until the change is done, no other task may set the mode.
     pub(crate) fn is_under_way(&self, gpu: &GpuUuid) -> bool {
         self.under_way.contains(gpu)
     }
@@ -73,14 +72,14 @@ impl Modes {
         self.under_way.is_empty()
     }
 
-    /// The GPUs whose compute mode should be restored now: no control daemon needs the GPU (`is_used`), and the configuration
-    /// does not name it. If a mode were restored earlier, programs without limits could use the GPU.
+    /// The GPUs whose compute mode should be restored now. No control daemon needs these GPUs (`is_used`), and the
+    /// configuration does not name them. If a mode were restored earlier, programs without MPS could use the GPU without
+    /// limits.
     pub(crate) fn to_put_back(&self, is_used: impl Fn(&GpuUuid) -> bool) -> Vec<GpuUuid> {
         let left = self.touched.difference(&self.under_way).filter(|gpu| !self.stuck.contains(*gpu));
         left.filter(|gpu| !self.kept.may_have(gpu) && !is_used(gpu)).cloned().collect()
     }
 
-    /// The GPUs whose compute mode should be set now, though they are not served.
     pub(crate) fn to_take(&self) -> Vec<GpuUuid> {
         self.to_close.difference(&self.under_way).cloned().collect()
     }

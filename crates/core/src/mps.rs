@@ -4,61 +4,58 @@ use alloc::collections::{BTreeMap, BTreeSet};
 use alloc::string::String;
 use alloc::vec::Vec;
 
-/// The meaning of a line in the log of a control daemon.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Meaning {
-    /// The line changes nothing that the service knows.
+    /// The line changes nothing for the service.
     Ordinary,
     /// The line reports a failure that has no variant of its own.
     Trouble,
-    /// The line appears in normal operation, for example whenever a client comes or goes.
+    /// The line appears often in normal operation, for example whenever a client connects or disconnects.
     Noise,
-    /// The control daemon starts a server for a user.
+    /// The control daemon starts a server for the user `uid`. `server` is the server's PID.
     ServerStarting { server: u32, uid: u32 },
-    /// A server is ready for clients.
+    /// The server with this PID is ready for clients.
     ServerReady(u32),
-    /// A server has ended.
+    /// The server with this PID has ended.
     ServerExited { server: u32, status: i32 },
     /// The server that wrote the line limits its clients to this active thread percentage.
     ThreadPercentage {
         server: u32,
-        /// Tenths of a percent: `25.0` is 250.
+        /// In tenths of a percent: 250 for `25.0`.
         tenths: u32,
     },
     /// The server that wrote the line limits its clients to this much memory of one GPU.
     MemoryLimit {
         server: u32,
-        /// The number of the GPU in the control daemon's list of GPUs.
+        /// The position of the GPU in the control daemon's list of GPUs, from 0.
         ordinal: usize,
-        /// The limit, in bytes.
         bytes: u64,
     },
-    /// A client met a fatal GPU error. The client did not necessarily cause the error, which hits every client on the GPU.
+    /// A fatal GPU error has hit this client. The client has not necessarily caused the error, since the error hits every
+    /// client on the GPU.
     Fault {
         /// The server's PID.
         server: u32,
         client: u32,
     },
-    /// A server ends every client on the GPUs with the error. The server recovers after the clients on the GPUs with the error
+    /// After a fatal GPU error, the server ends every client on the GPUs with the error. The server recovers once these clients
     /// have ended.
     FaultHandling { server: u32 },
-    /// A client loses its work because of a fault.
+    /// The client loses its work because of a fatal GPU error of its server.
     TornDown {
-        /// The server's PID.
         server: u32,
         client: u32,
-        /// The number of the GPU in the control daemon's list of GPUs.
+        /// The position of the GPU in the control daemon's list of GPUs, from 0.
         ordinal: usize,
     },
-    /// A client process has ended.
+    /// The client process with this PID has ended.
     ClientLeft(u32),
-    /// A client waits, most often until the server of another user is idle.
+    /// A client waits for a server, most often until the server of another user is idle.
     ClientPending { client: u32, uid: u32 },
-    /// The control daemon assigns a client to a server.
+    /// The control daemon has assigned the client with this PID to a server.
     ClientAdmitted(u32),
-    /// A server has refused a client, since the server has as many clients as it can hold.
+    /// A server has refused a client, since the server already has the largest number of clients that it can hold.
     ClientRefused {
-        /// The server's PID.
         server: u32,
         /// The number of clients that the server can hold.
         capacity: u32,
@@ -66,7 +63,6 @@ pub enum Meaning {
 }
 
 impl Meaning {
-    /// Returns whether the line reports that a server starts, is ready or ends, or reports the limits of a server.
     pub fn is_of_servers(&self) -> bool {
         matches!(
             self,
@@ -79,71 +75,60 @@ impl Meaning {
     }
 }
 
-/// The status of a server, as its control daemon reports it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum ServerStatus {
-    /// The server is starting, and takes no clients yet.
     Initializing,
-    /// The server takes clients.
     Active,
-    /// The server met a fatal GPU error. The server takes no client until its present clients have ended.
+    /// A fatal GPU error has hit the server. The server takes no client until its present clients have ended.
     Fault,
-    /// The server has ended.
     Gone,
-    /// The control daemon does not know the command that asks for the status.
+    /// The control daemon does not know the command that asks for a server's status.
     Unsupported,
 }
 
-/// Servers, each with the PIDs of its clients.
+/// The PIDs of each server's clients. The key is the server's PID.
 pub type ClientPids = BTreeMap<u32, BTreeSet<u32>>;
 
-/// A connection of a client to a server.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Client {
-    /// The client's PID on the host.
+    /// The PID in the host's PID namespace.
     pub pid: u32,
-    /// The number that distinguishes the client's connections: a process that connects again gets another number. None if the
-    /// control daemon does not give a number.
+    /// A number that the control daemon gives each connection: a process that connects again gets another number. None if the
+    /// control daemon does not report the number.
     pub id: Option<u64>,
-    /// The server's PID.
     pub server: u32,
-    /// The beginning of the GPU's UUID. Empty if the control daemon does not give the UUID.
+    /// The first characters of the GPU's UUID. Empty if the control daemon does not report the GPU.
     pub gpu_prefix: String,
 }
 
 impl Client {
-    /// Returns whether the client uses the GPU with this UUID.
     pub fn is_on(&self, uuid: &str) -> bool {
         !self.gpu_prefix.is_empty() && uuid.starts_with(&self.gpu_prefix)
     }
 }
 
-/// The limits for the clients of a server.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Limits {
-    /// The active thread percentage.
     pub thread_percentage: u8,
-    /// The memory limit of each GPU in MiB, by the GPU's ordinal.
+    /// The memory limits in MiB, by the GPU's position in the control daemon's list of GPUs.
     pub memory_mib: BTreeMap<usize, u64>,
-    /// The ordinals of the GPUs that enforce limits. The servers' logs name only these GPUs.
+    /// The positions of the GPUs that enforce limits. Servers write limits to the log only for these GPUs.
     pub enforced: BTreeSet<usize>,
 }
 
-/// The state of a control daemon and its servers at one moment.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Inspection {
-    /// The PIDs of all servers.
     pub servers: Vec<u32>,
     /// The statuses of the servers that the service asked about, by PID.
     pub statuses: BTreeMap<u32, ServerStatus>,
-    /// The limits in force that differ from the expected limits, in words. The key is the PID of a server that the service asked
-    /// about, or None for the defaults, which are the limits of servers that are started later.
+    /// The limits in force that differ from the expected limits, in words. The key is a server's PID. The key None stands for
+    /// the defaults, which are the limits of servers that start later.
     pub differences: BTreeMap<Option<u32>, String>,
 }
 
 impl Inspection {
-    /// The status of a server that the service asked about. For a control daemon that can't report statuses, the returned status
-    /// says only if the server exists.
+    /// The status of a server that the service asked about. A control daemon that can't report statuses still lists its
+    /// servers, so the result is [`ServerStatus::Gone`] for a server that is not in the list.
     pub fn status(&self, server: u32) -> ServerStatus {
         match self.statuses.get(&server) {
             Some(ServerStatus::Unsupported) if !self.servers.contains(&server) => ServerStatus::Gone,
@@ -152,7 +137,7 @@ impl Inspection {
         }
     }
 
-    /// The servers that have one of these statuses.
+    /// The PIDs of the servers that have one of these statuses.
     pub fn with(&self, wanted: &[ServerStatus]) -> impl Iterator<Item = u32> {
         self.statuses.keys().copied().filter(|server| wanted.contains(&self.status(*server)))
     }

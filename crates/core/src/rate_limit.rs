@@ -1,32 +1,31 @@
-//! Limits the rate of messages. Tenants can cause any number of events, and all services of the host share the journal.
+//! Limits the rate of log messages, since tenants can cause any number of events, and all services of the host share the
+//! journal.
 
 use core::time::Duration;
 
 use crate::CoreTime;
 
-/// Counts the messages that may be written now, and the messages that were suppressed.
 #[derive(Debug, Clone)]
 pub struct RateLimit {
-    /// The most messages at once.
+    /// The number of messages that may be written at once.
     most: u32,
-    /// The number of further messages in each period.
+    /// The number of further messages that each period allows.
     more: u32,
     period: Duration,
     left: u32,
-    /// The beginning of the present period. The moment has no meaning while the full number of messages may be written.
+    /// The beginning of the present period. The value has no meaning while `left` equals `most`.
     since: CoreTime,
     suppressed: usize,
 }
 
 impl RateLimit {
-    /// The rate limit in its state before the first message: `most` messages at once, and `more` further messages in each
-    /// period.
+    /// Allows `most` messages at once, and `more` further messages in each period.
     pub const fn new(most: u32, more: u32, period: Duration) -> Self {
         Self { most, more, period, left: most, since: CoreTime::ZERO, suppressed: 0 }
     }
 
-    /// Returns whether a message about `count` things may be written now. If no message may be written now, the things are
-    /// counted as suppressed.
+    /// Returns whether a message about `count` things may be written now. If the message may not be written, `count` is added
+    /// to the number of suppressed things.
     pub fn take(&mut self, count: usize, now: CoreTime) -> bool {
         self.refill(now);
         if self.left == self.most {
@@ -40,7 +39,7 @@ impl RateLimit {
         taken
     }
 
-    /// The number of things whose messages were suppressed since the last call. None if nothing was suppressed.
+    /// The number of things in suppressed messages since the last call. None if no message was suppressed.
     pub fn suppressed(&mut self) -> Option<usize> {
         let suppressed = core::mem::take(&mut self.suppressed);
         (suppressed > 0).then_some(suppressed)
@@ -52,7 +51,7 @@ impl RateLimit {
         if self.left > 0 { self.suppressed() } else { None }
     }
 
-    /// The moment from which the next message may be written.
+    /// The earliest moment at which a message may be written.
     pub fn next(&mut self, now: CoreTime) -> CoreTime {
         self.refill(now);
         if self.left > 0 { now } else { self.since + self.period }
@@ -98,7 +97,7 @@ mod tests {
         assert_eq!(rate_limit.suppressed(), Some(2 * (360 - 39)));
         let now = start + 359 * PERIOD / 10;
         assert_eq!(rate_limit.next(now), start + 36 * PERIOD);
-        // After a quiet time, as many messages as at the beginning may be written at once.
+        // After a quiet time, the full number of messages may be written at once again.
         let quiet = start + 1000 * PERIOD;
         assert_eq!(rate_limit.next(quiet), quiet);
         assert_eq!((0..10).filter(|_| rate_limit.take(1, quiet)).count(), 4);

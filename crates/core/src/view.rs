@@ -1,5 +1,5 @@
-//! The view of a control daemon: the facts about a control daemon that the core decides and the service publishes. The supervisors
-//! keep the view and decide nothing about it.
+//! The view of a control daemon: its state, as the service publishes it. The core decides the content of the view, and the
+//! supervisors only store it.
 
 use alloc::borrow::ToOwned;
 use alloc::collections::{BTreeMap, BTreeSet};
@@ -10,119 +10,107 @@ use core::time::Duration;
 use crate::terms::ProcessId;
 use crate::{CoreTime, GpuUuid};
 
-/// The time for which a control daemon may wait for something that is not ready before the wait counts as a failure: the
-/// fabric manager of a host with `NVSwitch` needs a minute or two after a boot.
+/// The longest time for which a control daemon may wait for something that is not ready before the wait counts as a failure.
+/// The fabric manager of a host with `NVSwitch` needs a minute or two after a boot.
 const PATIENCE: Duration = Duration::from_secs(180);
 
-/// The state of one control daemon. The variant's name in lower case is the word for the state on D-Bus.
+/// The state of one control daemon. On D-Bus, the state is the variant's name in lower case.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 #[cfg_attr(feature = "words", derive(strum::Display, strum::EnumString, strum::VariantNames))]
 #[cfg_attr(feature = "words", strum(serialize_all = "snake_case"))]
 pub enum ControlDaemonState {
-    /// The control daemon is being started and configured.
     #[default]
     Starting,
-    /// The control daemon serves clients. The limits of the control daemon are confirmed as far as the driver allows.
+    /// The control daemon serves clients. The service has confirmed its limits, as far as the driver allows.
     Ready,
-    /// A server of the control daemon has met a fatal GPU error, from which the server has not recovered yet.
+    /// A fatal GPU error has hit a server of the control daemon, and the server has not recovered yet.
     Faulted,
     /// The control daemon or its server has ended, or could not be started. The service tries again after a pause.
     Backoff,
-    /// Something outside of the control daemon must change before the control daemon can serve. The published reason names the
-    /// thing that must change.
+    /// The control daemon can't serve until something outside of it changes. The published reason names the necessary change.
     Waiting,
-    /// The service ends the control daemon.
     Stopping,
 }
 
-/// A wait of a control daemon that ends without an action of an administrator.
+/// The reason why a control daemon waits, if the wait ends without an administrator.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum PlannedWait {
-    /// A control daemon that the service has not started is in its place, and serves its clients until they end.
+    /// A control daemon that the service has not started listens in this control daemon's directory, and still has clients.
     ForOthers,
-    /// Something that the control daemon needs, such as the fabric manager, has not been ready since this moment.
+    /// Since this moment, something that the control daemon needs is not ready, such as the fabric manager.
     NotReady(CoreTime),
 }
 
-/// The view of one control daemon and its GPUs.
-// Each fact has a bool of its own, since no fact excludes another fact.
+// Each bool is an independent fact, so an enum can't replace the bools.
 #[allow(clippy::struct_excessive_bools)]
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct DaemonView {
-    /// The state of the control daemon.
     pub state: ControlDaemonState,
-    /// The reason why the control daemon is in this state, in words; empty if it is ready.
+    /// The reason for the state, in words. Empty in the state `ready`.
     pub reason: String,
-    /// True if a client that starts now is served with the planned limits. The client may be served even in the state
-    /// `waiting`, if the control daemon waits for the end of clients before a change.
+    /// True if a client that starts now gets the planned limits. The value can be true even in the state `waiting`: before a
+    /// change, the control daemon serves on until its clients have ended.
     pub serving: bool,
-    /// True once the order is in force, or the reason is known why it is not.
+    /// True once the order is in force, or the reason is known why it can't be.
     pub settled: bool,
-    /// True if the next step of the supervisor waits for the end of clients, or follows after a failure. The next step
-    /// may then come days later.
+    /// True if the supervisor's next step may come only after days, since it waits for the end of clients or follows a failure.
     pub put_off: bool,
-    /// The wait because of which the control daemon does not serve. None if the control daemon serves, or an administrator
-    /// has to do something.
+    /// The wait because of which the control daemon does not serve. None if the control daemon serves, or if an administrator
+    /// has to act.
     pub waits: Option<PlannedWait>,
-    /// True if only its present clients need the control daemon. A control daemon that retires gets no new limits.
+    /// True if the plan no longer needs the control daemon, and only its present clients do. The control daemon gets no new
+    /// limits.
     pub retiring: bool,
-    /// True if the control daemon runs, and ends as soon as it has no client.
+    /// True if the service ends the control daemon as soon as it has no client.
     pub ends_when_idle: bool,
-    /// True if one server serves every user, false if the users take turns. None if the service does not know yet if the users
-    /// take turns.
+    /// True if one server serves all users at the same time. False if the users take turns. None if the service does not know
+    /// yet.
     pub multiuser: Option<bool>,
-    /// The PIDs of the servers, the newest last.
+    /// The PIDs of the servers. The newest server is the last.
     pub servers: Vec<u32>,
-    /// The clients that have waited long for a server.
+    /// The clients that have waited for a server for several seconds.
     pub waiting: Vec<ProcessId>,
-    /// The GPUs of the order.
     pub gpus: BTreeMap<GpuUuid, ServedGpuView>,
 }
 
-/// The view of one GPU of a control daemon.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct ServedGpuView {
-    /// The reason why the control daemon serves without the GPU for now; empty if the GPU is not left out.
+    /// The reason why the control daemon serves without this GPU for now. Empty if the control daemon serves the GPU.
     pub left_out: String,
-    /// True if processes without MPS prevent a server from opening the GPU.
+    /// True if programs without MPS use the GPU, so that no server can open it.
     pub server_kept_out: bool,
-    /// True while the limits of the present order are being set.
     pub being_set: bool,
-    /// The reason why the GPU is not served as planned though it is not left out; empty if it is served as planned.
+    /// The reason why the control daemon serves the GPU otherwise than planned. Empty if the GPU is served as planned.
     pub reason: String,
-    /// The reason why the GPU takes no more clients; empty while it takes clients.
+    /// The reason why the GPU takes no more clients. Empty while the GPU takes clients.
     pub full: String,
-    /// The number of clients on the GPU, from the control daemon. None if NVML lists the clients, or the control daemon was not
-    /// asked.
+    /// The number of clients on the GPU, from the control daemon's list. None if NVML lists the clients, or if the control
+    /// daemon was not asked.
     pub unlisted_clients: Option<u32>,
-    /// The thread percentage that the control daemon has in force for its clients. None if the percentage is not known.
+    /// The active thread percentage in force. None if it is not known.
     pub thread_percentage: Option<u8>,
-    /// The memory limit in MiB that a running server has in force. None if the limit is not known.
+    /// The memory limit in force in a running server. None if it is not known.
     pub memory_limit_mib: Option<u64>,
 }
 
-/// The reason why a client that comes now is not served as planned on a GPU.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Unserved<'v> {
-    /// These words have the reason.
     Because(&'v str),
-    /// Processes without MPS prevent a server from opening the GPU.
+    /// Programs without MPS use the GPU, so that no server can open it.
     ServerKeptOut,
-    /// The control daemon does not serve. Its state and its reason say why.
+    /// The control daemon does not serve at all. The fields `state` and `reason` of its view say why.
     DaemonServesNone,
-    /// The limits of a new order are being set.
     BeingSet,
 }
 
 impl DaemonView {
-    /// The view of a control daemon that has an order with these GPUs, and has not started yet.
     pub fn new(gpus: impl IntoIterator<Item = GpuUuid>) -> Self {
         let gpus = gpus.into_iter().map(|gpu| (gpu, ServedGpuView::default()));
         Self { gpus: gpus.collect(), ..Self::default() }
     }
 
-    /// Takes note of a new order with these GPUs. If the running control daemon can serve the order (`goes_on`), it goes on, and
-    /// only the GPUs in `to_be_set`, which need other limits, are not served as planned until the limits are in force.
+    /// Records a new order with these GPUs. `goes_on` is true if the running control daemon can serve the new order. The
+    /// control daemon then serves on, except on the GPUs in `to_be_set`, whose limits must change first.
     pub fn take_order(
         &mut self,
         gpus: impl IntoIterator<Item = GpuUuid>,
@@ -143,7 +131,7 @@ impl DaemonView {
         }
     }
 
-    /// Takes note of a state in which the control daemon stays until the next event.
+    /// Records a state that lasts until the next event.
     pub fn enter(&mut self, state: ControlDaemonState, serving: bool, reason: &str) {
         self.pass_through(state, serving, reason);
         if state != ControlDaemonState::Starting {
@@ -151,41 +139,41 @@ impl DaemonView {
         }
     }
 
-    /// Takes note of a state through which the control daemon passes on the way to its order.
+    /// Records an intermediate state on the way to serving the order.
     pub fn pass_through(&mut self, state: ControlDaemonState, serving: bool, reason: &str) {
         (self.state, self.serving) = (state, serving);
         self.put_off &= !matches!(state, ControlDaemonState::Starting | ControlDaemonState::Ready);
         if state != ControlDaemonState::Starting {
             self.waits = None;
         }
-        // During a new start the reason of the last failure stays in the view, until the start has succeeded.
+        // While the control daemon starts again, the reason of the last failure stays in the view until the start has
+        // succeeded.
         if state != ControlDaemonState::Starting || !reason.is_empty() {
             reason.clone_into(&mut self.reason);
         }
     }
 
-    /// Takes note that the control daemon does not serve. The next attempt follows after a pause or an event, which may take
-    /// days.
+    /// Records that the control daemon does not serve. The next attempt follows after a pause or an event, possibly after days.
     pub fn enter_failing(&mut self, state: ControlDaemonState, reason: &str, waits: Option<PlannedWait>) {
         let before = self.waits;
         self.pass_through(state, false, reason);
         self.waits = match (waits, before) {
-            // A wait for the same thing has begun with the first failure.
+            // An earlier failure has begun the same wait, so the wait's first moment stays.
             (Some(PlannedWait::NotReady(_)), Some(PlannedWait::NotReady(_))) => before,
             _ => waits,
         };
         self.put_off();
     }
 
-    /// Takes note that the supervisor's next step waits for the end of clients.
+    /// Records that the supervisor's next step waits for the end of clients.
     pub fn put_off(&mut self) {
         self.put_off = true;
         self.settle();
     }
 
-    /// Takes note that the supervisor has no change for the order under way. No GPU waits for its limits any more: the limits are
-    /// in force, or the view of the GPU has the reason why they are not. Only the GPUs of a control daemon that does not serve, or
-    /// that retires, still wait: the control daemon gets their limits when it serves the order.
+    /// Records that no change for the order is under way any more, so no GPU waits for its limits. The limits are in force, or
+    /// the view of the GPU has the reason why not. Only the GPUs of a control daemon that does not serve, or that retires,
+    /// still wait.
     fn settle(&mut self) {
         self.settled = true;
         for gpu in self.gpus.values_mut() {
@@ -193,7 +181,6 @@ impl DaemonView {
         }
     }
 
-    /// Takes note that the control daemon has ended.
     pub fn has_ended(&mut self) {
         self.servers.clear();
         self.waiting.clear();
@@ -203,7 +190,7 @@ impl DaemonView {
         }
     }
 
-    /// The reason why a client that comes to a GPU of the order now is not served as planned. None if the client is served.
+    /// The reason why a client that starts now is not served as planned on this GPU. None if the client is served as planned.
     pub fn unserved(&self, gpu: &str) -> Option<Unserved<'_>> {
         let Some(gpu) = self.gpus.get(gpu) else { return Some(Unserved::DaemonServesNone) };
         if !gpu.left_out.is_empty() {
@@ -219,7 +206,8 @@ impl DaemonView {
         }
     }
 
-    /// Returns true if the control daemon does not serve, but no administrator has to do anything about it.
+    /// Returns true if the control daemon does not serve, but no administrator has to act. A wait longer than `PATIENCE` needs
+    /// an administrator.
     pub fn goes_on_as_planned(&self, now: CoreTime) -> bool {
         let waits = match self.waits {
             None => false,
@@ -246,7 +234,7 @@ mod tests {
         view.take_order(["A".to_owned(), "B".to_owned()], goes_on, &to_be_set);
     }
 
-    /// A new order must not be published as served before the supervisor has put the order in force.
+    /// A new order must not be published as served before the supervisor has put it in force.
     #[test]
     fn an_order_is_served_only_once_it_is_in_force() {
         let mut view = serving();

@@ -1,5 +1,5 @@
-//! Random histories of bindings, from seeds: control groups that are made, removed and made again with the same path, with
-//! processes and without, and a service that remembers only what is in the state file.
+//! Random histories of bindings, from seeds. Control groups are made, removed and made again with the same path, with and
+//! without processes. A service that starts again knows only the state file.
 
 // clippy.toml allows `unwrap` and the like only in functions marked as tests. The helper functions of this file are not
 // marked as tests, and call `unwrap` too.
@@ -15,22 +15,21 @@ use mps_core::bindings::{
 use mps_core::terms::SliceId;
 use proptest::prelude::*;
 
-/// The paths of the control groups: two tenants, one control group inside the first tenant's, one whose name has the
-/// same beginning, and a pod with two containers.
+/// The control groups of two tenants (`/a` and `/ab`), a control group inside `/a`, and a pod with two containers. `/ab` is not
+/// inside `/a`, although the path begins with the same letters.
 const PATHS: [&str; 6] =
     ["/a", "/a/b", "/ab", "/kubepods/burstable/p1", "/kubepods/burstable/p1/x", "/kubepods/burstable/p1/y"];
 
-/// The slice with this ordinal. All slices are on one GPU.
 fn slice(ordinal: u32) -> SliceId {
     SliceId { gpu: "00:06.0".parse().unwrap(), ordinal }
 }
 
 #[derive(Debug, Clone)]
 enum Event {
-    /// A control group is made, or is removed with all control groups below it.
+    /// A control group is made, or is removed together with all control groups below it.
     Make(&'static str),
     Remove(&'static str),
-    /// A process enters a control group, or leaves it.
+    /// A process enters or leaves a control group.
     Enter(&'static str),
     Leave(&'static str),
     Bind {
@@ -40,9 +39,8 @@ enum Event {
         shares: bool,
     },
     Unbind(&'static str),
-    /// The service checks the control groups, and bindings that have ended are removed.
+    /// The service checks the control groups, and removes the bindings that have ended.
     Look,
-    /// The service is killed and started again.
     Restart,
     Wait(u64),
 }
@@ -67,12 +65,12 @@ fn event() -> impl Strategy<Value = Event> {
 
 #[derive(Default)]
 struct Host {
-    /// The existing control groups, by their paths: inode, and number of processes.
+    /// The existing control groups by path, each with its inode and its number of processes.
     groups: BTreeMap<&'static str, (u64, u32)>,
     inodes: u64,
     now: u64,
     bindings: Bindings,
-    /// The slices that a binding has shared on purpose: several control groups may have such a slice.
+    /// The slices that a binding has shared on purpose, so that several control groups may have them.
     shared: BTreeSet<SliceId>,
 }
 
@@ -153,8 +151,7 @@ impl Host {
         }
     }
 
-    /// The service binds a control group. Before the service binds a control group, it ends the bindings whose
-    /// control groups have ended.
+    /// The service first ends the bindings whose control groups have ended, and then binds the control group.
     fn bind(&mut self, path: &'static str, by: BoundBy, slices: &BTreeSet<SliceId>, shares: bool) {
         let Some((inode, _)) = self.groups.get(path).copied() else { return };
         self.drop_ended();
@@ -279,7 +276,7 @@ fn bindings_are_bounded() {
     bindings.bind(binding(5000), false, |_| 1).unwrap();
 }
 
-/// The documentation of the method Bind on D-Bus names 24 MiB as the limit of all bindings together.
+/// The documentation of the D-Bus method Bind promises this limit for all bindings together.
 #[test]
 fn all_bindings_together_have_24_mib() {
     assert_eq!(MOST_BYTES, 24 * 1024 * 1024);
@@ -294,7 +291,7 @@ fn a_name_is_believed_where_root_has_made_it_and_all_above_it() {
     }
 }
 
-/// A binding for which the state file is too small is refused, and nothing is changed.
+/// The service refuses a binding for which the state file is too small, and changes nothing.
 #[test]
 fn bindings_fit_into_the_state_file() {
     let binding = |number: u32| Binding {
@@ -316,7 +313,7 @@ fn bindings_fit_into_the_state_file() {
     bindings.bind(binding(2), false, bytes_of).unwrap();
 }
 
-/// A new binding is reported as the only change if all other bindings are the same. If another binding has changed too, no
+/// A new binding is reported as the only change if all other bindings are the same. If another binding has changed, too, no
 /// binding is reported as new.
 #[test]
 fn new_bindings_are_told_from_changes() {
@@ -342,7 +339,7 @@ fn new_bindings_are_told_from_changes() {
     assert_eq!(added(&|all| _ = all.end(0, |_| GroupUse::Used)), None);
 }
 
-/// A control group that has never had a process keeps its binding for some time. A control group whose processes have ended
+/// A control group that has never had a process keeps its binding for a minute. A control group whose processes have ended
 /// loses its binding as soon as another control group asks for the slice, and not before.
 #[test]
 fn a_control_group_that_has_ended_gives_way() {
@@ -390,7 +387,7 @@ fn the_last_label_is_the_name() {
     }
 }
 
-/// A pod keeps the slice of a container that has ended until its next container gets the slice, or the pod ends.
+/// A pod keeps the slice of an ended container until the pod's next container gets the slice, or the pod ends.
 #[test]
 fn a_pod_keeps_its_slice_while_its_container_is_started_again() {
     let binding = |path: &str| Binding {
@@ -415,7 +412,7 @@ fn a_pod_keeps_its_slice_while_its_container_is_started_again() {
     assert_eq!(bindings.end(1000, |_| GroupUse::Gone).len(), 1);
 }
 
-/// The kubelet's control groups with both of the kubelet's cgroup drivers, and with a configured root control group.
+/// The kubelet's control groups with each of its two cgroup drivers, and with a configured root control group.
 #[test]
 fn a_pod_is_the_control_group_below_those_of_the_kubelet() {
     for (path, pod) in [

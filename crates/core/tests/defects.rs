@@ -1,17 +1,17 @@
-//! Defects that were, or could be, in the core: the test puts each defect back into the code, and some random history
-//! must find the defect. This test shows that the histories reach the states for which they are made.
+//! Puts known and possible defects back into the core, one at a time. Some random history must find each defect. So the test
+//! shows that the histories reach the states for which they are made.
 //!
-//! One copy of the core has all defects, so it is built once. The environment variable `DEFECT` names the defect that is active;
-//! without this variable the copy works like the core. The replacement of a piece of code has the correct variant and the
-//! variant with the defect, and asks `PUT_BACK`, which is true only if this defect is active:
+//! One copy of the core has all defects, so it is built only once. The environment variable `DEFECT` names the active defect.
+//! Without this variable the copy works like the core. Each replaced piece of code has a correct and a defective variant, and
+//! asks `PUT_BACK`, which is true only if this defect is active:
 //!
 //! ```text
 //! today:  "if well == 0 {"
 //! defect: "if well == 0 || PUT_BACK {"
 //! ```
 //!
-//! With `ONLY="a part of a name"`, only the rows with this text in their name are tried. No two rows may replace the same piece
-//! of a file.
+//! With `ONLY="a part of a name"`, the test tries only the defects with this text in their name. No two defects may replace the
+//! same piece of a file.
 
 // clippy.toml allows `unwrap` and the like only in functions marked as tests. The helper functions of this file are not
 // marked as tests, and call `unwrap` too.
@@ -24,12 +24,12 @@ use std::process::Command;
 use std::sync::Mutex;
 use std::thread;
 
-/// The number of histories that must be enough to find a defect.
+/// A defect that this many histories do not find fails the test.
 const HISTORIES: &str = "10000";
 
-/// The defects that only one history in thousands finds, each with a seed shortly before such a history: the test tries the
-/// histories from this seed on. After a change of the world, other histories may find the defect, and a run with
-/// `HISTORIES=100000 ONLY=NAME` searches for them.
+/// The defects that only one history in thousands finds. Each has the seed with which the test begins, which is a little
+/// smaller than the seed of a history that finds the defect. After a change of the world other histories may find the defect.
+/// Then `HISTORIES=100000 ONLY=NAME` searches for one of them.
 const SEEDS: &[(&str, &str)] = &[
     ("a container that has ended keeps its slice from its successor", "27900"),
     ("clients of one GPU are ended for a fault that may have been on another", "238200"),
@@ -42,12 +42,12 @@ const SEEDS: &[(&str, &str)] = &[
     ("a control daemon that waits for GPUs counts as starting", "6750"),
 ];
 
-/// The number of histories for the copy without an active defect. The copy without an active defect works like the
-/// present core, which `histories.rs` tests.
+/// The number of histories for the copy without an active defect. Few suffice, since this copy works like the core, which
+/// `histories.rs` tests.
 const HISTORIES_WITHOUT: &str = "1000";
 
-/// A defect: its name, its file, the present text, the text that brings the defect back if it is active, and the promise that is
-/// broken then; empty if several promises are broken, and any of them may be found first.
+/// A defect: its name, its file, the present text, the text that replaces it, and the name of the broken promise. The promise
+/// is empty if the defect breaks several promises, of which any may be found first.
 type Defect = (&'static str, &'static str, &'static str, &'static str, &'static str);
 
 const DEFECTS: &[Defect] = &[
@@ -767,7 +767,7 @@ fn copy_folder(from: &Path, to: &Path) {
     }
 }
 
-/// The code in the copy that says if the defect with this name is active.
+/// The copy gets this code, which says if the defect with a name is active.
 const CHOICE: &str = r#"
 extern crate std;
 
@@ -777,7 +777,7 @@ pub(crate) fn is_put_back(name: &str) -> bool {
 }
 "#;
 
-/// The Cargo.toml of the copies. The copied crates belong to no other workspace, and need only each other.
+/// The `Cargo.toml` of the copied core. The copied crates form a workspace of their own, and need only each other.
 const CORE: &str = r#"
 [workspace]
 [package]
@@ -801,7 +801,7 @@ name = "core_world"
 yunion-mps-core = { path = ".." }
 "#;
 
-/// Makes a copy of the core with all defects, and of its world.
+/// Copies the core and its world, and puts all defects into the copy of the core.
 fn copy(to: &Path) {
     let own = Path::new(env!("CARGO_MANIFEST_DIR"));
     copy_folder(&own.join("src"), &to.join("src"));
@@ -823,7 +823,7 @@ fn copy(to: &Path) {
     fs::write(&path, fs::read_to_string(&path).unwrap() + CHOICE).unwrap();
 }
 
-/// Builds the histories of the copy. Returns the path of the program that runs the histories.
+/// Builds the test `histories.rs` of the copy, and returns the path of its program.
 fn build(copy: &Path) -> PathBuf {
     let built = Command::new(env!("CARGO"))
         .args(["test", "--offline", "--no-run", "--message-format=json", "--test", "histories"])
@@ -836,8 +836,8 @@ fn build(copy: &Path) -> PathBuf {
     program.unwrap_or_else(|| panic!("{}", String::from_utf8_lossy(&built.stderr))).into()
 }
 
-/// Runs the histories with this defect. Returns true if all promises hold, and the output of the histories. If
-/// `shortest` is not 0, a failing history is shortened, which takes much longer than finding it.
+/// Runs the histories with this defect. Returns true if all promises hold, and the output of the program. If `shortest` is not
+/// "0", the program also shortens a failing history, which takes much longer than finding it.
 fn try_histories(program: &Path, defect: &str, shortest: &str) -> (bool, String) {
     let mut command = Command::new(program);
     command
@@ -860,20 +860,20 @@ fn histories() -> String {
     std::env::var("HISTORIES").unwrap_or_else(|_| HISTORIES.to_owned())
 }
 
-/// The reason why the histories do not find a defect. None: they find it.
+/// Returns the reason why the histories do not find a defect. `None` if they find it.
 fn missed((name, _, _, _, truth): Defect, program: &Path) -> Option<String> {
     let is_found =
         |(holds, output): &(bool, String)| !holds && output.contains("MODEL_SEED=") && output.contains(truth);
     let mut tried = try_histories(program, name, "0");
     if !tried.0 && !is_found(&tried) {
-        // In a long history the defect may break another promise first, so the failing history is shortened.
+        // In a long history the defect may first break another promise than its own, so the program shortens the history.
         tried = try_histories(program, name, "1");
     }
     let output = &tried.1;
     (!is_found(&tried)).then(|| format!("{name}: {}", output.lines().take(12).collect::<Vec<_>>().join("\n")))
 }
 
-/// The defects to try: all, or those with the text of `ONLY` in their names.
+/// Returns all defects, or those whose names contain the text of `ONLY`.
 fn chosen() -> impl Iterator<Item = Defect> {
     let only = std::env::var("ONLY").unwrap_or_default();
     DEFECTS.iter().copied().filter(move |defect| defect.0.contains(&only))

@@ -1,5 +1,5 @@
-//! The end of the newest clients of a slice that is over its budget: which client ends first, which client is spared, and for
-//! how long. The random histories test combinations with other events.
+//! The end of the newest clients of a slice that is over its budget: which client ends first, and which client the service
+//! spares for how long. The random histories test combinations with other events.
 
 // clippy.toml allows `unwrap` and the like only in functions marked as tests. The helper functions of this file are not
 // marked as tests, and call `unwrap` too.
@@ -12,7 +12,7 @@ use core_world::story::SERVER;
 use mps_core::mps::ServerStatus;
 use mps_core::tenants::{Victim, VictimState};
 
-/// Lets this time pass, and has the service look at the clients again.
+/// Lets this time pass, and makes the service list the clients again.
 fn later(story: &mut Overuse, seconds: u64) {
     story.pass(Duration::from_secs(seconds));
     story.list_members();
@@ -33,11 +33,11 @@ fn the_newest_go_until_the_rest_fits() {
     assert_eq!(asked, [4, 3]);
     assert_eq!(states(&victims), [(4, VictimState::Ended), (3, VictimState::Ended)]);
     assert_eq!((victims[0].slice, broken_off), (SLICE, None));
-    // Clients whose work was ended stay in the control daemon's list until their next call to CUDA. A client whose work was
-    // ended does not count for the budget any more.
+    // A client whose work was ended stays in the control daemon's list until its next call of CUDA. It does not count for the
+    // budget any more.
     later(&mut story, 5);
     assert_eq!(story.attempt().0, [0; 0]);
-    // Client 3, which was ended, connects again and starts work.
+    // Client 3, whose work was ended, connects again and starts work.
     story.host().member(3, 30, 33);
     later(&mut story, 5);
     assert_eq!(story.attempt().0, [3]);
@@ -51,8 +51,8 @@ fn one_that_cannot_be_ended_is_left_alone_longer_each_time_and_the_next_newest_g
     assert_eq!(asked, [2], "the rest fits without it");
     let stays = VictimState::Stays("it stays stopped".to_owned());
     assert_eq!(states(&victims), [(3, stays.clone()), (2, VictimState::Ended)]);
-    // A new client comes and is ended. After 1 s, and then after 2 s, the service tries again to end the client that
-    // a debugger holds.
+    // A debugger holds client 3, so the service can't end it. After the first failure the service spares client 3 for 1 s, and
+    // after the second failure for 2 s. Newer clients come meanwhile.
     story.host().member(4, 40, 4);
     later(&mut story, 1);
     assert_eq!(states(&story.attempt().1), [(4, VictimState::Ended)]);
@@ -91,8 +91,8 @@ fn one_that_may_have_lost_its_work_is_settled_before_anybody_else_is_touched() {
     assert_eq!(asked, [3]);
     assert_eq!(states(&victims), [(3, VictimState::Unknown("an answer got lost".to_owned()))]);
     assert_eq!(broken_off.as_deref(), Some("an answer got lost"));
-    // A newer client comes. The service ends the newer client only after it has tried again to end the client about
-    // which the control daemon's answer got lost.
+    // A newer client comes. Client 3 may have lost its work, since an answer got lost. So the service first tries again to end
+    // client 3, and then ends the newer client.
     story.host().member(4, 40, 4);
     story.list_members();
     assert_eq!(story.attempt().0, [0; 0], "it is tried again after a pause");

@@ -1,5 +1,5 @@
-//! All cases of a fatal GPU error with up to four clients: clients that the error has hit may be ended, and other
-//! clients are never ended.
+//! All cases of a fatal GPU error with up to four clients. The service may end clients that the error has hit, and never ends
+//! other clients.
 
 use std::collections::BTreeSet;
 use std::time::Duration;
@@ -8,7 +8,6 @@ use mps_core::mps::ServerStatus;
 use mps_core::serve::fault::{AfterGrace, HealStep, after_grace, is_over, next_look, next_step};
 use mps_core::{Cause, Permit};
 
-/// All sets of up to four clients, by their PIDs.
 fn sets() -> impl Iterator<Item = BTreeSet<u32>> {
     (0..16).map(|bits: u32| (0..4).filter(|client| bits >> client & 1 == 1).collect())
 }

@@ -1,8 +1,8 @@
-//! Random histories of a host, from seeds: whatever happens, in any order, the promises hold (`truths.rs` of the world).
+//! Random histories of a host, from seeds. The promises in `truths.rs` of the world hold in each history.
 //!
-//! `HISTORIES` is the number of histories, `MODEL_SEED` the first seed, and `MODEL_SECONDS` a duration instead of a number. A
-//! failure prints its seed, and the shortest history that still fails, as a story; with `SHORTEST=0` the history is not
-//! shortened.
+//! The environment variable `HISTORIES` is the number of histories, and `MODEL_SEED` the first seed. `MODEL_SECONDS` is a
+//! duration that replaces the number. A failure prints its seed, and the shortest history that still fails as a story. With
+//! `SHORTEST=0` the test does not shorten the history.
 
 // clippy.toml allows `unwrap` and the like only in functions marked as tests. The helper functions of this file are not
 // marked as tests, and call `unwrap` too.
@@ -26,10 +26,10 @@ use std::time::{Duration, Instant};
 use core_world::scripted::{DEEDS, SCRIPTS, Script};
 use core_world::{Mood, World, mixed};
 
-/// The number of histories in `make test`.
+/// The number of histories if neither `HISTORIES` nor `MODEL_SECONDS` is set, as in `make test`.
 const HISTORIES: u64 = 50_000;
 
-/// The first seed, if `MODEL_SEED` gives none.
+/// The first seed if `MODEL_SEED` is not set.
 const SEED: u64 = 1;
 
 fn number(name: &str) -> Option<u64> {
@@ -37,14 +37,13 @@ fn number(name: &str) -> Option<u64> {
     Some(text.parse().unwrap_or_else(|_| panic!("{name}={text} is no number")))
 }
 
-/// The steps of the history with this seed: 100 to 500.
+/// Returns the steps of the history with this seed: between 100 and 500 random numbers.
 fn history(seed: u64) -> Vec<u64> {
     let length = 100 + mixed(seed) % 401;
     (1..=length).map(|step| mixed(seed.wrapping_mul(0x0100_0000_01b3).wrapping_add(step))).collect()
 }
 
-/// The mood of the history with this seed, which decides the frequent kinds of events. Nearly half of the histories have
-/// mostly faults, some have only orders, and some have mostly requests of tenants.
+/// Returns the mood of the history with this seed. The mood decides which kinds of events are frequent.
 fn mood(seed: u64) -> Mood {
     match seed % 16 {
         2 | 6 | 14 => Mood::Tenants,
@@ -54,8 +53,7 @@ fn mood(seed: u64) -> Mood {
     }
 }
 
-/// Plays a history. The error has the promise that does not hold, and the history as a story, with the service's knowledge
-/// before the step that breaks the promise.
+/// Plays a history. The error has the broken promise, and the history as text if `tells` is true.
 fn play(steps: &[u64], mood: Mood, tells: bool) -> Result<(), (String, String)> {
     let (mut world, mut before) = (World::new(mood, tells), String::new());
     let played = panic::catch_unwind(AssertUnwindSafe(|| {
@@ -72,14 +70,13 @@ fn play(steps: &[u64], mood: Mood, tells: bool) -> Result<(), (String, String)> 
     played.map_err(|why| (words(&*why), format!("{}before the last step: {before}", world.story())))
 }
 
-/// The text of a panic.
 fn words(why: &(dyn Any + Send)) -> String {
     let text = why.downcast_ref::<&str>().map(|text| (*text).to_owned());
     let text = text.or_else(|| why.downcast_ref::<String>().cloned());
     text.unwrap_or_else(|| "a panic without words".to_owned())
 }
 
-/// The shortest history that still fails: steps are left out as long as the history fails.
+/// Shortens a failing history: removes steps as long as the history still fails.
 fn shortest(mut steps: Vec<u64>, mood: Mood) -> Vec<u64> {
     let mut width = steps.len() / 2;
     while width > 0 {
@@ -107,7 +104,7 @@ fn story(seed: u64) -> String {
     format!("{why}\n{} steps:\n{story}", steps.len())
 }
 
-/// The promises hold in the scripts that are also tried on a simulated host, and each kind of act occurs in these
+/// The promises hold in the scripts that another test also tries on a simulated host. Each kind of step occurs in these
 /// scripts.
 #[test]
 fn scripts_try_every_kind_of_deed() {
@@ -136,8 +133,8 @@ fn what_must_hold_holds_in_every_history() {
     let until = number("MODEL_SECONDS").map(|seconds| Instant::now() + Duration::from_secs(seconds));
     let most = number("HISTORIES").unwrap_or(if until.is_some() { u64::MAX } else { HISTORIES });
     let (next, failed) = (AtomicU64::new(0), OnceLock::new());
-    // Several threads may fail, and each panic would be printed. The panic hook prints nothing, so that the test prints
-    // only one failure at the end.
+    // Histories may fail on several threads, and the default panic hook would print each failure. The test prints only one
+    // failure at the end.
     panic::set_hook(Box::new(|_| {}));
     let try_on = || {
         while failed.get().is_none() && until.is_none_or(|until| Instant::now() < until) {

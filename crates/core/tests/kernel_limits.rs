@@ -13,10 +13,10 @@ use mps_core::kernel_limits::{
 use mps_core::terms::SliceId;
 use mps_core::{CoreTime, GpuUuid};
 
-/// A slice: the name of its GPU, and its ordinal.
+/// The name of a GPU, and the ordinal of the slice.
 type Slice = (&'static str, u32);
 
-/// The slice as the core knows it. GPU A has the address 0a:00.0.
+/// Returns the core's id of a slice. GPU A has the PCI address 0a:00.0.
 fn slice((gpu, ordinal): Slice) -> SliceId {
     let address = format!("0{}:00.0", gpu.to_lowercase());
     SliceId { gpu: address.parse().unwrap(), ordinal }
@@ -38,8 +38,8 @@ fn bindings(of_groups: &[(&str, &[Slice])]) -> Bindings {
     of_groups.iter().map(binding).collect()
 }
 
-/// The GPU of a slice, and the slice's memory in MiB. A slice of GPU A has 10 MiB and as many further MiB as its
-/// ordinal says; a slice of GPU B has 1000 MiB. No other GPU is served.
+/// Returns the GPU of a slice, and the memory of the slice in MiB. A slice of GPU A has 10 MiB plus its ordinal, and a slice of
+/// GPU B has 1000 MiB. The service serves no other GPU.
 fn memory_of(slice: &SliceId) -> Option<(GpuUuid, u64)> {
     match slice.gpu.to_string().as_str() {
         "0a:00.0" => Some(("A".to_owned(), 10 + u64::from(slice.ordinal))),
@@ -48,7 +48,7 @@ fn memory_of(slice: &SliceId) -> Option<(GpuUuid, u64)> {
     }
 }
 
-/// The limits in MiB that follow from these bindings. The key is the path of the control group with the GPU.
+/// Returns the limits in MiB that follow from these bindings. The key names the control group and the GPU.
 fn mib(of_groups: &[(&str, &[Slice])]) -> BTreeMap<String, u64> {
     let limits = limits(&bindings(of_groups), memory_of);
     limits.iter().map(|(place, limit)| (format!("{} {}", place.group.path, place.gpu), limit.mib)).collect()
@@ -62,8 +62,8 @@ fn a_control_group_may_have_the_memory_of_its_slices_and_of_the_slices_inside_it
     for (of_groups, wanted) in [
         (&[("/a", &[("A", 1)][..])][..], &[("/a A", 11)][..]),
         (&[("/a", &[("A", 1), ("A", 2), ("B", 0), ("C", 0)])], &[("/a A", 23), ("/a B", 1000)]),
-        // For a control group, the slices of the control groups inside it count, too. A control group whose path only
-        // begins with the same letters (`/ab`) is not inside the control group `/a`, and no slice counts twice.
+        // The slices of control groups below a control group count for it, too, and no slice counts twice. `/ab` is not below
+        // `/a`, although the path begins with the same letters.
         (
             &[
                 ("/a", &[("A", 0)]),
@@ -74,13 +74,13 @@ fn a_control_group_may_have_the_memory_of_its_slices_and_of_the_slices_inside_it
             ],
             &[("/a A", 21), ("/a/b A", 11), ("/a/b/c A", 11), ("/a-b A", 15), ("/ab A", 16)],
         ),
-        // On a GPU on which only the descendants of a control group have slices, the control group itself has no limit.
+        // If only control groups below a control group have slices on a GPU, the control group itself has no limit there.
         (&[("/a", &[("A", 0)]), ("/a/b", &[("B", 0)])], &[("/a A", 10), ("/a/b B", 1000)]),
         (&[("/a", &[("C", 0)])], &[]),
     ] {
         assert_eq!(mib(of_groups), expected(wanted), "{of_groups:?}");
-        // Whichever control group is bound last, computing only its own limits and those of its ancestors must give the same
-        // result.
+        // After a new binding the service computes only the limits of the bound control group and of the control groups above
+        // it. The result must be the same as if the service computed all limits, no matter which control group is bound last.
         for last in 0..of_groups.len() {
             let mut ordered = of_groups.to_vec();
             ordered.rotate_left(last);
@@ -96,8 +96,7 @@ fn a_control_group_may_have_the_memory_of_its_slices_and_of_the_slices_inside_it
     }
 }
 
-/// If the service tried a limit again that the kernel has refused, each new binding would cause an attempt for all
-/// refused limits, and a host may have thousands of limits.
+/// A host may have thousands of refused limits. The service must not try them all again with each new binding.
 #[test]
 fn a_refused_limit_is_not_tried_again_for_a_new_one_beside_it() {
     let place = |path: &str| LimitedGroup { gpu: "A".to_owned(), group: group(path) };

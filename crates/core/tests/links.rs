@@ -10,28 +10,28 @@ use mps_core::links::{Bad, ClosedSlices, Directories, Linked, Links, SocketId, W
 
 type Path = &'static str;
 
-/// The socket of the control daemon, and the socket of another control daemon.
+/// The socket of the control daemon, the socket of another control daemon, and the waiting socket, where programs wait.
 const OURS: SocketId = (1, 7);
 const ANOTHERS: SocketId = (1, 8);
 const WAITING: SocketId = (1, 9);
 
-/// The directories of slices in memory, each with the socket to which its link points.
+/// The directories in memory, each with the socket to which its link points.
 struct Disk {
     socket: Result<Option<SocketId>, Bad>,
-    /// The socket that the service has last found in the control daemon's directory.
+    /// The socket that the service last found in the control daemon's directory.
     found: Option<SocketId>,
     pipes: BTreeMap<Path, SocketId>,
     slices: BTreeMap<(Path, String), SocketId>,
-    /// The reason why the directory that contains the directories of slices can't be used. None if the directory can be used.
+    /// The reason why the parent directory of the slices' directories can't be used. `None` if it can be used.
     bad: Option<Bad>,
-    /// True if the directory that contains the directories of slices exists.
+    /// True if the parent directory of the slices' directories exists.
     is_there: bool,
     opened: Option<Path>,
-    /// The names of the links that can't be changed.
+    /// The names of the directories whose links can't be changed.
     stuck: BTreeSet<String>,
-    /// The number of times that another user will still remove a link right after the service has made it.
+    /// The number of links that another user will remove right after the service has made them.
     removals: usize,
-    /// The number of attempts to make a link of a slice.
+    /// The number of the service's attempts to make a link of a slice.
     attempts: usize,
     /// The names of the directories that the service protects from other users.
     kept: BTreeSet<String>,
@@ -54,14 +54,12 @@ impl Disk {
         }
     }
 
-    /// The names of the directories whose links point to the control daemon.
     fn leading_to_ours(&self) -> Vec<&str> {
         let pipes = self.pipes.iter().map(|(path, socket)| (*path, socket));
         let slices = self.slices.iter().map(|((_, name), socket)| (name.as_str(), socket));
         pipes.chain(slices).filter(|(_, socket)| **socket == OURS).map(|(name, _)| name).collect()
     }
 
-    /// Another user makes the directory of a slice, with a link to this socket.
     fn others_lead(&mut self, name: &str, socket: SocketId) {
         self.is_there = true;
         self.slices.insert(("slices", name.to_owned()), socket);
@@ -144,7 +142,7 @@ impl Directories<Path> for Disk {
 
     fn release(&mut self, pipe: &Path, slices_in: Option<&Path>, names: &BTreeSet<String>) {
         self.kept.remove(*pipe);
-        // Without the directory that contains the slices' directories, the names refer to no directories.
+        // Without their parent directory the slices' names refer to no directories.
         if slices_in.is_some() {
             self.kept.retain(|name| !names.contains(name));
         }
@@ -155,7 +153,6 @@ impl Directories<Path> for Disk {
     }
 }
 
-/// The slices that an administrator has drained.
 #[derive(Default)]
 struct Drained {
     names: BTreeSet<&'static str>,
@@ -194,7 +191,7 @@ fn linked() -> Linked<Path> {
     Linked { pipe: "pipe", has_link: true, slices_in: Some("slices"), gpus }
 }
 
-/// The links to a control daemon that has its limits.
+/// Returns the links to a control daemon that has the limits of its order.
 fn leading(disk: &mut Disk) -> Links<Path> {
     let mut links = Links::new(Some(wanted()), None);
     links.lead(linked(), &wanted());
@@ -273,8 +270,7 @@ fn one_that_retires_leads_nobody_and_keeps_nothing() {
     assert_eq!(disk.slices.values().collect::<Vec<_>>(), [&ANOTHERS], "the next one's link stays");
     assert!(disk.kept.is_empty());
     assert_eq!(links.missing(), &missing(None, &[]));
-    // An order that lets the control daemon serve again has the same limits, so the control daemon's links come back
-    // at once.
+    // The next order lets the control daemon serve again, with the same limits. So the links come back at once.
     assert!(links.pursue(wanted()));
     links.apply(&mut disk, &nobody()).unwrap();
     assert_eq!(disk.leading_to_ours(), ["pipe", "s-0", "s-1"]);
@@ -296,13 +292,12 @@ fn another_order_leads_nobody_new_until_its_limits_are_told() {
         &missing(None, &[("s-2", "slices/s-2 has no socket of a control daemon yet")])
     );
     assert!(disk.kept.is_empty());
-    // The control daemon has the limits of the former order, which differ from those of the present order, so the service
-    // makes only links that the former order has too.
+    // The control daemon has only the limits of the former order. So the service makes only links that both orders have.
     links.lead(linked(), &wanted());
     links.apply(&mut disk, &nobody()).unwrap();
     assert_eq!(disk.leading_to_ours(), ["pipe", "s-1"]);
-    // The control daemon has got its limits with an order to retire. The limits of both orders are the same, so the
-    // service makes all links of the new order.
+    // The control daemon has got its limits with an order to retire. The new order has the same limits, so the service makes
+    // all links of the new order.
     links.lead(linked(), &WantedLinks { retiring: true, ..more });
     links.apply(&mut disk, &nobody()).unwrap();
     assert_eq!(disk.leading_to_ours(), ["pipe", "s-1", "s-2"]);
@@ -434,14 +429,14 @@ fn directories_of_slices_that_are_not_there_are_not_made_for_a_drain() {
 fn a_socket_that_is_not_there_leads_nobody() {
     let mut disk = Disk::new();
     let mut links = leading(&mut disk);
-    // The directory of the control daemon's socket was removed. Existing links still work, since a hard link leads to the
+    // The directory of the control daemon's socket was removed. The existing links still work, since a hard link leads to the
     // socket itself.
     disk.socket = Err("its directory is gone".to_owned());
     disk.pipes.clear();
     assert_eq!(links.apply(&mut disk, &nobody()), Err("its directory is gone".to_owned()));
     assert_eq!(disk.leading_to_ours(), ["s-0", "s-1"]);
     assert_eq!(links.missing(), &missing(None, &[]));
-    // Links of drained slices can still be removed.
+    // The service can still remove the links of drained slices.
     assert!(links.apply(&mut disk, &drained(["s-0", "s-1"])).is_err());
     assert_eq!(disk.leading_to_ours(), [""; 0]);
     // A control daemon that has not made its socket yet is no error.
@@ -481,7 +476,7 @@ fn one_of_before_with_its_socket_in_the_pipe_directory_needs_no_link_there() {
     links.apply(&mut disk, &nobody()).unwrap();
     assert_eq!(disk.leading_to_ours(), ["s-0", "s-1"]);
     assert_eq!(disk.kept, texts(["s-0", "s-1"]));
-    // If the order has no directories of slices, nothing is read or changed.
+    // If the order has no directories of slices, the service reads and changes nothing.
     disk.socket = Err("nobody may ask".to_owned());
     let order = WantedLinks { slices_in: None, ..wanted() };
     let mut links = Links::new(Some(order), Some(Linked { slices_in: None, ..running }));
@@ -496,7 +491,7 @@ fn an_order_with_another_pipe_directory_changes_nothing_until_the_next_one_runs(
     links.pursue(other.clone());
     links.apply(&mut disk, &nobody()).unwrap();
     assert_eq!((links.slices_in(), disk.leading_to_ours()), (Some("slices"), vec!["pipe", "s-0", "s-1"]));
-    // When the control daemon ends, the protection of the former order's directories is removed.
+    // When the control daemon ends, the service stops protecting the directories of the former order.
     links.end(&mut disk);
     assert!(disk.kept.is_empty());
     links.lead(Linked { pipe: "elsewhere", slices_in: Some("other slices"), ..linked() }, &other);
@@ -527,8 +522,8 @@ fn the_next_one_of_the_same_order_finds_its_directories_kept() {
     assert_eq!(links.take_events().0, [Way::Pipe].into(), "its news are told after its end");
     links.apply(&mut disk, &nobody()).unwrap();
     assert_eq!(links.missing(), &missing(None, &[]), "nobody runs");
-    // The next control daemon gets its limits before it gets links. Links of the former control daemon do not count
-    // as links of the next control daemon.
+    // The next control daemon gets its limits before it gets links. Links to the former control daemon do not count for the
+    // next control daemon.
     links.lead(linked(), &retiring());
     disk.pipes.clear();
     links.apply(&mut disk, &nobody()).unwrap();
@@ -541,7 +536,7 @@ fn the_door_of_the_next_one_leads_nobody_to_it_before_its_limits_are_told() {
     let mut links = leading(&mut disk);
     links.end(&mut disk);
     links.apply(&mut disk, &nobody()).unwrap();
-    // The control daemon has failed and should be ended, but still runs.
+    // The service wants to end the control daemon after a failure, but the control daemon still runs.
     links.keep_waiting();
     links.apply(&mut disk, &nobody()).unwrap();
     links.reopen_ways();
@@ -569,7 +564,7 @@ fn a_service_that_ends_gives_the_directories_back() {
     assert!(disk.kept.is_empty());
     links.apply(&mut disk, &nobody()).unwrap();
     assert_eq!(disk.kept.len(), 3, "only for a moment");
-    // The service stops protecting the directories of the new order, and those of the running control daemon.
+    // The service stops protecting the directories of the new order and the directories of the running control daemon.
     disk.kept.insert("elsewhere".to_owned());
     links.pursue(WantedLinks { pipe: "elsewhere", ..wanted() });
     links.release_for_good(&mut disk);

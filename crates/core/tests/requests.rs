@@ -1,5 +1,5 @@
-//! Requests to end GPU work: which clients are meant if several containers match, or if the slices of a client are not known.
-//! The random histories test combinations with failures.
+//! Requests to end GPU work: which clients a request means if several containers match, or if the slices of a client are not
+//! known. The random histories test combinations with failures.
 
 // clippy.toml allows `unwrap` and the like only in functions marked as tests. The helper functions of this file are not
 // marked as tests, and call `unwrap` too.
@@ -11,12 +11,13 @@ use core_world::story::{SERVER, SimOwner, SliceKnownBy, Story, slice_of};
 use mps_core::tenants::{Target, TerminationError};
 use mps_core::terms::SliceId;
 
-/// A client of the story's only control daemon, on GPU A.
+/// A client of the story's only control daemon, on the first GPU.
 #[derive(Clone, Default)]
 struct Process {
     slice: Option<(SliceId, SliceKnownBy)>,
     users: Vec<u32>,
-    /// The ids of the containers around the client, each with true if the host's own runtime has made the container.
+    /// The ids of the containers in which the client runs. The bool is true if the host's own container runtime has made the
+    /// container.
     containers: Vec<(&'static str, bool)>,
 }
 
@@ -27,7 +28,7 @@ fn ask(story: &Story, target: Target) -> Answer {
     (had_work.iter().map(ToString::to_string).collect(), answer)
 }
 
-/// A story with a server for these GPUs, and with these clients of the server.
+/// Returns a story with a server for these GPUs, and with these clients of the server.
 fn host_of(gpus: &[&str], processes: &[(u32, Process)]) -> Story {
     let story = Story::with_gpus(gpus);
     let mut host = story.host();
@@ -112,7 +113,7 @@ fn a_client_without_a_known_slice_is_told_after_the_work_of_the_others() {
         there.host().now >= Duration::from_secs(1),
         "one that is just ending has no environment any more"
     );
-    // No client has this slice of the other GPU: the request ends no work, and succeeds.
+    // No client has this slice of the other GPU. The request ends no work, and succeeds.
     assert_eq!(ask(&host(&processes), Target::Slices(vec![slice_of("0b:00.0", 2)])), (Vec::new(), Ok(())));
 }
 
@@ -133,7 +134,7 @@ fn users_may_end_their_own_work() {
     assert_eq!(ask(&host(&[(1, theirs)]), target), (vec!["PID 1".to_owned()], Ok(())));
 }
 
-/// The story's server handles a fatal GPU error until this number of milliseconds after the beginning.
+/// The server handles a fatal GPU error until this number of milliseconds after the beginning of the story.
 fn faults(there: &Story, until: u64) {
     there.host().server_faults(SERVER);
     there.host().at(until, |host| host.server_recovers(SERVER));
@@ -174,7 +175,7 @@ fn nvml_knows_who_is_on_several_gpus_of_a_server_that_handles_a_fault() {
     assert_eq!(there.calls("end the work of 1"), 1);
     let there = of_two();
     faults(&there, 20_000);
-    // NVML lists the client on its GPU only a moment later.
+    // NVML does not list the client on its GPU until a moment later.
     there.host().stage.nvml.insert("0a:00.0".to_owned(), Ok([].into()));
     there.host().at(10, |host| host.stage.nvml.clear());
     assert_eq!(ask(&there, Target::Process(1)), (vec!["PID 1".to_owned()], Ok(())));

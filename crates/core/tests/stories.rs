@@ -1,5 +1,5 @@
-//! A few histories as readable stories: the events, the acts that follow, and the questions that other parts of the service
-//! ask the core meanwhile.
+//! A few histories as readable stories: the events, the acts that follow, and the questions that other parts of the service ask
+//! the core meanwhile.
 
 // clippy.toml allows `unwrap` and the like only in functions marked as tests. The helper functions of this file are not
 // marked as tests, and call `unwrap` too.
@@ -41,7 +41,6 @@ fn done(id: &str, written: Option<Vec<String>>, outcome: ActOutcome) -> CoreEven
     CoreEvent::Done { id: id.into(), written, watched, outcome }
 }
 
-/// The acts about control daemons, in words, and the interruptions of acts.
 fn told(acts: &[Act<()>]) -> Vec<String> {
     let words = acts.iter().map(|act| match act {
         Act::Daemon { id, act: DaemonAct::End(permit), .. } => format!("{id}: End({:?})", permit.cause()),
@@ -59,7 +58,6 @@ fn core() -> Core<()> {
     Core::new(BTreeMap::new(), BTreeSet::new())
 }
 
-/// A core with a control daemon that serves these GPUs.
 fn serving(id: &str, gpus: &[&str]) -> Core<()> {
     let mut core = core();
     assert_eq!(told(&core.on(demand(&[order(id, gpus)]), NOW)), [format!("{id}: Start")]);
@@ -165,8 +163,8 @@ fn while_programs_keep_the_server_out_it_is_tried_each_second() {
     }
 }
 
-/// A part of the host that starts at the same time as the service, such as the fabric manager, will be ready soon: the start
-/// is tried again every few seconds, and the control daemon is not ended for that reason.
+/// A part of the host that starts at the same time as the service, such as the fabric manager, will soon be ready. So the core
+/// tries the start again every few seconds, and does not end the control daemon.
 #[test]
 fn what_is_not_ready_yet_is_waited_for_in_short_pauses() {
     let mut core = serving("A", &["A"]);
@@ -245,8 +243,7 @@ fn a_mode_that_nobody_has_set_is_not_put_back() {
     core.on(demand(&[]), NOW);
     core.on(done("A", runs(&["A"]), ActOutcome::Interrupted), NOW);
     assert_eq!(told(&core.on(done("A", None, ActOutcome::Ended), NOW)), ["A: release"]);
-    // An earlier process of the service has left this control daemon running, and the control daemon has ended
-    // meanwhile.
+    // A former service has not ended this control daemon. The control daemon has ended since then.
     let left = runs(&["A"]).map(|one| ("A".into(), one));
     let mut core = Core::new(left.into_iter().collect(), BTreeSet::new());
     assert_eq!(
@@ -261,7 +258,7 @@ fn a_start_is_broken_off_for_another_order() {
     let mut core = core();
     core.on(demand(&[order("A", &["A"])]), NOW);
     assert_eq!(told(&core.on(demand(&[]), NOW)), ["A: interrupt"]);
-    // The act was interrupted before the start of the control daemon was recorded.
+    // The core has interrupted the start before the control daemon got into the state file.
     let acts = core.on(done("A", None, ActOutcome::Interrupted), NOW);
     assert_eq!(told(&acts), ["A: release", "put the mode of A back"]);
 }
@@ -282,8 +279,8 @@ fn one_that_has_run_is_started_again_without_a_gpu_that_another_has() {
     );
 }
 
-/// The acts after a control daemon could not be taken over. `event` gives the goal of the control daemon, and `is_watched` is
-/// true if a supervisor watches its process.
+/// Returns the acts after a failed takeover. `event` gives the control daemon its goal. `is_watched` is true if a supervisor
+/// watches the process.
 fn not_taken_over(event: CoreEvent<()>, is_watched: bool) -> Vec<String> {
     let left = runs(&["A"]).map(|one| ("A".into(), one));
     let mut core = Core::new(left.into_iter().collect(), BTreeSet::new());
@@ -340,7 +337,7 @@ fn one_that_ends_since_mps_was_disabled_comes_again_when_it_is_enabled() {
     assert_eq!(told(&core.on(disabled, NOW)), ["A: interrupt"]);
     let acts = core.on(done("A", runs(&["A"]), ActOutcome::Interrupted), NOW);
     assert_eq!(told(&acts), ["A: End(Disabled)"]);
-    // The control daemon is already ending, and the request to end can't be taken back.
+    // The control daemon is already ending, and the service can't take the request to end back.
     assert_eq!(told(&core.on(demand(&[order("A", &["A"])]), NOW)), [""; 0]);
     assert_eq!(told(&core.on(done("A", None, ActOutcome::Ended), NOW)), ["A: Start"]);
 }
@@ -373,7 +370,7 @@ fn a_start_waits_until_the_mode_of_its_gpu_is_put_back() {
     assert_eq!(told(&core.on(back, NOW)), ["A: Start"]);
 }
 
-/// The acts about a control daemon that should have ended after `event`, and still lives.
+/// Returns the acts about a control daemon that still lives, although it should have ended after `event`.
 fn lives_on(event: CoreEvent<()>) -> Vec<String> {
     let mut core = serving("A", &["A"]);
     core.on(event, NOW);

@@ -1,5 +1,4 @@
-//! The settings of a container to which the kubelet gives slices, or the refusal, with the device and the remedy. Pure
-//! functions.
+//! The settings of a container that gets slices, or a refusal that names the device and the remedy. All functions are pure.
 
 use std::collections::BTreeSet;
 
@@ -12,8 +11,8 @@ use crate::offers::{Offered, refusal};
 use crate::preference::gpu;
 use crate::slice::NodeSlice;
 
-/// The slices with the names that the kubelet has chosen for a container. `offered` are the slices that the kubelet knows, and
-/// `now` are all slices that the service reports at this moment.
+/// Finds the slices that the kubelet has chosen for a container, by their names. `offered` has the slices that the kubelet
+/// knows, and `now` has the slices that the service reports at this moment.
 pub(crate) fn slices_for(
     resource: &str,
     names: &[String],
@@ -64,16 +63,16 @@ fn one_of_each_gpu(names: &[String]) -> Result<(), Status> {
     Ok(())
 }
 
-/// The settings with the CDI devices of one slice, which are NVIDIA's device for the GPU, and the service's device for the
-/// slice, with a hook that binds the container.
+/// The settings for a container with one slice: NVIDIA's CDI device for the GPU, and the service's CDI device for the slice.
+/// The service's CDI device contains a hook that binds the container to the slice.
 pub(crate) fn by_cdi(slice: &NodeSlice) -> Result<ContainerSettings, Status> {
     let cdi_devices = vec![cdi_of_gpu(slice)?, own_cdi(&slice.name)];
     Ok(ContainerSettings { cdi_devices, ..ContainerSettings::default() })
 }
 
-/// The settings with CDI devices for slices of several GPUs. The service's CDI devices for several slices would
-/// overwrite each other's limits, so the environment and the mounts are made for all slices together, and each slice
-/// adds only a CDI device that contains nothing but the hook.
+/// The settings for a container with slices of several GPUs. The service's CDI devices of several slices would overwrite each
+/// other's limits. So the environment and the mounts are made for all slices together, and each slice adds a CDI device with
+/// only the hook.
 pub(crate) fn by_cdi_of_gpus(
     slices: &[NodeSlice],
     config: ContainerConfig,
@@ -81,13 +80,14 @@ pub(crate) fn by_cdi_of_gpus(
     let mut cdi_devices = slices.iter().map(cdi_of_gpu).collect::<Result<Vec<_>, _>>()?;
     cdi_devices.extend(slices.iter().map(|slice| own_cdi(&binding_device(&slice.name))));
     let mut settings = settings(config);
-    // NVIDIA's runtime would add the GPUs of `NVIDIA_VISIBLE_DEVICES` once more, so the variables that give GPUs are
+    // NVIDIA's runtime would add the GPUs in `NVIDIA_VISIBLE_DEVICES` a second time, so the variables that give GPUs are
     // removed.
     settings.environment.retain(|name, _| !gives_gpus(name));
     Ok(ContainerSettings { cdi_devices, ..settings })
 }
 
-/// The settings without CDI devices, for an engine with NVIDIA's runtime: environment, mounts and device nodes.
+/// The settings for a container engine without CDI that uses NVIDIA's runtime: the environment, the mounts and the device
+/// nodes.
 pub(crate) fn without_cdi(slices: &[NodeSlice], config: ContainerConfig) -> ContainerSettings {
     let mut device_nodes = vec![node("/dev/nvidiactl".to_owned()), node("/dev/nvidia-uvm".to_owned())];
     let minors: BTreeSet<u32> = slices.iter().filter_map(|slice| slice.minor).collect();
@@ -124,8 +124,8 @@ fn settings(config: ContainerConfig) -> ContainerSettings {
     }
 }
 
-/// A device node that a container gets. The container engine has to report the device node to systemd: when systemd
-/// reads its units again, it removes a container's access to unreported device nodes.
+/// A device node for a container. The container engine reports each device node in the settings to systemd. When systemd
+/// reloads its units, it removes a container's access to all device nodes that were not reported.
 fn node(path: String) -> ContainerDeviceNode {
     ContainerDeviceNode { in_container: path.clone(), on_host: path, permissions: "rw".to_owned() }
 }
@@ -165,7 +165,7 @@ mod tests {
         );
         assert!(complaint(&["06-0", "06-1"]).contains("06-0 and 06-1 are slices of one GPU"));
         assert!(complaint(&[]).contains("ask for 1 of yunion.io/mps-20gib"));
-        // The kubelet still knows the slice, but the service no longer has it.
+        // The kubelet still knows the slice, but the service no longer has the slice.
         let gone = asked(&["06-1"], &offered(&slices), &slices[..1]).unwrap_err();
         assert_eq!(gone.code(), tonic::Code::NotFound, "{gone}");
     }

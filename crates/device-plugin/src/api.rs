@@ -1,6 +1,6 @@
-//! The messages and the paths of the kubelet's interface `deviceplugin/v1beta1` that this program uses. The fields have the
-//! numbers of Kubernetes. For three messages prost has a type of its own: `String` for `CDIDevice` (field 1 is a string), `i64` for
-//! `NUMANode` (field 1 is an int64), and `()` for `Empty` (no field).
+//! The messages and paths of the kubelet's interface `deviceplugin/v1beta1` that this program uses, with the field numbers of
+//! Kubernetes. Three messages have no type here, since types of prost have the same encoding: `String` for `CDIDevice`, `i64`
+//! for `NUMANode`, and `()` for `Empty`.
 
 use std::collections::HashMap;
 use std::fmt::Debug;
@@ -16,8 +16,8 @@ pub(crate) const ALLOCATE: &str = "/v1beta1.DevicePlugin/Allocate";
 pub(crate) const HEALTHY: &str = "Healthy";
 pub(crate) const UNHEALTHY: &str = "Unhealthy";
 
-/// A message of Kubernetes that has a list of messages in field 1 and no other field: the devices of a resource, the NUMA nodes of
-/// a device, or the containers of a request or an answer.
+/// A message of Kubernetes whose only field has the number 1 and is a list of messages. Examples are the devices of a resource,
+/// the NUMA nodes of a device, and the containers of a request.
 #[derive(Clone, PartialEq, prost::Message)]
 pub(crate) struct Repeated<T: Debug + Default + prost::Message> {
     #[prost(message, repeated, tag = "1")]
@@ -51,7 +51,6 @@ pub(crate) struct ListedDevice {
     pub(crate) id: String,
     #[prost(string, tag = "2")]
     pub(crate) health: String,
-    /// The NUMA nodes of the device.
     #[prost(message, optional, tag = "3")]
     pub(crate) topology: Option<Repeated<i64>>,
 }
@@ -66,14 +65,14 @@ pub(crate) struct PreferredOfContainer {
     pub(crate) size: i32,
 }
 
-/// The devices that the plugin prefers for a container, or that the kubelet gives it.
+/// The devices that the plugin prefers for a container, or that the kubelet gives to a container.
 #[derive(Clone, PartialEq, prost::Message)]
 pub(crate) struct DevicesOfContainer {
     #[prost(string, repeated, tag = "1")]
     pub(crate) devices: Vec<String>,
 }
 
-/// The settings that the kubelet gives the engine for a container.
+/// The settings of a container, which the kubelet passes on to the container engine.
 #[derive(Clone, PartialEq, prost::Message)]
 pub(crate) struct ContainerSettings {
     #[prost(map = "string, string", tag = "1")]

@@ -1,5 +1,5 @@
-//! The codec of the messages: protobuf, by prost. The usual crate for this codec, tonic-prost, comes without the text of its
-//! licence, which a package would have to include.
+//! Encodes and decodes the kubelet's messages as protobuf, with the crate prost. The usual crate for this purpose, tonic-prost,
+//! lacks the text of its licence, which a package would have to include.
 
 use std::marker::PhantomData;
 
@@ -7,7 +7,7 @@ use prost::Message;
 use tonic::Status;
 use tonic::codec::{Codec, DecodeBuf, Decoder, EncodeBuf, Encoder};
 
-/// The codec of one call: it encodes messages of the type `W`, and decodes messages of the type `R`.
+/// The codec of one call, which encodes messages of the type `W` and decodes messages of the type `R`.
 pub(crate) struct Protobuf<W, R>(PhantomData<fn() -> (W, R)>);
 
 impl<W, R> Default for Protobuf<W, R> {

@@ -1,4 +1,4 @@
-//! The counters of this program, as text for the textfile collector of `node_exporter`.
+//! The counters of this program, as text for the textfile collector of Prometheus's `node_exporter`.
 
 use std::collections::BTreeMap;
 use std::fmt::Write;
@@ -11,7 +11,7 @@ pub(crate) const REGISTRATIONS: &str = "registrations";
 pub(crate) const ALLOCATIONS: &str = "allocations";
 pub(crate) const REFUSALS: &str = "refused_allocations";
 
-/// The counters of each resource, by the names of the resource and the counter. All clones of this value share the counters.
+/// The count for each resource and counter. All clones of this value share the counts.
 #[derive(Debug, Clone, Default)]
 pub(crate) struct Counters(Arc<Mutex<BTreeMap<(String, &'static str), u64>>>);
 
@@ -21,8 +21,8 @@ impl Counters {
         *all.entry((resource.to_owned(), counter)).or_default() += 1;
     }
 
-    /// The metrics of the resources in `offers`: their counters, and the numbers of their devices. The counters of a resource
-    /// that does not exist any more are dropped: otherwise each reload could add counters.
+    /// The metrics of the resources in `offers`: their counters, and the numbers of their devices. The counters of all other
+    /// resources are dropped. Otherwise the number of counters could grow with each reload.
     pub(crate) fn text(&self, offers: &Offers) -> String {
         let mut all = self.0.lock().unwrap_or_else(PoisonError::into_inner);
         all.retain(|(resource, _), _| offers.contains_key(resource));

@@ -1,4 +1,4 @@
-//! The kubelet: the paths of its sockets, the detection of its restart, and the calls to the kubelet.
+//! The kubelet: its sockets, the detection of its restart, and the calls to the kubelet.
 
 use std::future::pending;
 use std::io;
@@ -20,10 +20,11 @@ use tonic::{Request, Status};
 use crate::api::{self, PluginOptions, RegisterRequest};
 use crate::codec::Protobuf;
 
-/// The longest time for one call to the kubelet. Before the kubelet answers a registration, it connects to the plugin.
+/// The longest time for one call to the kubelet. The kubelet connects to the plugin before it answers a registration.
 const DEADLINE: Duration = Duration::from_secs(5);
 
-/// Identifies the file of a socket. A new socket has another identity, even if it gets the inode number of the former one.
+/// The identity of a socket's file. A new socket has another identity than the former socket, even if the file system reuses
+/// the inode number.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct SocketFile {
     device: u64,
@@ -31,7 +32,7 @@ pub(crate) struct SocketFile {
     changed: (i64, i64),
 }
 
-/// Returns true if a program listens on a socket. A program that has ended leaves its socket behind.
+/// True if a program listens on the socket. The file of a socket stays after its program has ended.
 pub(crate) fn is_alive(path: &Path) -> bool {
     let flags = SocketFlags::NONBLOCK | SocketFlags::CLOEXEC;
     let connected = SocketAddrUnix::new(path).and_then(|address| {
@@ -42,7 +43,7 @@ pub(crate) fn is_alive(path: &Path) -> bool {
 }
 
 impl SocketFile {
-    /// Identifies the present socket at this path. None if there is no socket at this path.
+    /// None if there is no socket at this path.
     pub(crate) fn at(path: &Path) -> Option<Self> {
         let found = path.symlink_metadata().ok().filter(|found| found.file_type().is_socket())?;
         let changed = (found.ctime(), found.ctime_nsec());
@@ -50,13 +51,12 @@ impl SocketFile {
     }
 }
 
-/// The kubelet's socket for registrations, in the directory in which device plugins make their sockets.
 pub(crate) fn kubelet_socket(directory: &Path) -> PathBuf {
     directory.join("kubelet.sock")
 }
 
-/// Registers a resource with the kubelet that listens on `socket`. `endpoint` is the file name of the resource's socket, in the
-/// directory of the kubelet's socket.
+/// Registers a resource with the kubelet. `socket` is the kubelet's socket, and `endpoint` is the file name of the resource's
+/// socket in the same directory.
 pub(crate) async fn register(socket: PathBuf, resource_name: String, endpoint: String) -> Result<(), String> {
     let version = api::VERSION.to_owned();
     let request = RegisterRequest { version, endpoint, resource_name, options: Some(options()) };
@@ -96,12 +96,12 @@ where
 }
 
 fn unreachable(error: &tonic::transport::Error) -> Status {
-    // tonic's error only says "transport error", so its source is shown.
+    // tonic's error says only "transport error", so the message contains the source of this error.
     let cause = std::error::Error::source(error).map(ToString::to_string);
     Status::unavailable(cause.unwrap_or_else(|| error.to_string()))
 }
 
-/// Watches the directory of device plugins, which must exist, for sockets that are made or removed.
+/// Watches the directory of device plugins for sockets that are made or removed. Fails if the directory does not exist.
 pub(crate) fn watch(directory: &Path) -> io::Result<Readable> {
     let queue = new_instance().map_err(|error| match Errno::from_io_error(&error) {
         Some(errno) if is_shortage(errno) => io::Error::other(shortage(errno, no_files()).to_string()),
@@ -112,8 +112,8 @@ pub(crate) fn watch(directory: &Path) -> io::Result<Readable> {
     Readable::new(queue)
 }
 
-/// Returns after changes. If the directory itself is removed, the watch ends. Without a watch this function does not return, and
-/// the plugin notices a change a few seconds later.
+/// Returns after a change in the watched directory. After the removal of the directory itself, `watched` is None. With None
+/// this function never returns, and the plugin notices a change at the next pass of its loop.
 pub(crate) async fn next_change(watched: &mut Option<Readable>) {
     let Some(queue) = watched else { return pending().await };
     if !queue.until(is_still_there).await.unwrap_or(false) {
@@ -121,7 +121,7 @@ pub(crate) async fn next_change(watched: &mut Option<Readable>) {
     }
 }
 
-/// Reads all events of the watch. Returns false if the directory was removed.
+/// Reads all events of the inotify queue. Returns false if the directory was removed.
 fn is_still_there(queue: std::os::fd::BorrowedFd<'_>) -> io::Result<bool> {
     let mut buffer = [std::mem::MaybeUninit::uninit(); 4096];
     let mut reader = inotify::Reader::new(queue, &mut buffer);

@@ -1,7 +1,7 @@
-//! yunion-mps-device-plugin: hands the slices of yunion-mps-daemon to the kubelet of a Kubernetes node. The program asks the
-//! service over D-Bus and knows nothing else of MPS.
+//! yunion-mps-device-plugin: offers the slices of a Kubernetes node to the kubelet. The program knows the slices only from the
+//! service, which it asks over D-Bus.
 //!
-//! Decisions are pure functions of the service's list of slices. `plugin` carries out the decisions.
+//! All decisions are pure functions of the service's list of slices. `plugin` carries out the decisions.
 //!
 //! | floor | module | its job |
 //! |---|---|---|
@@ -42,7 +42,6 @@ pub fn command() -> clap::Command {
     Arguments::command()
 }
 
-/// Runs the program to its end.
 pub fn main() -> ExitCode {
     let arguments = Arguments::parse();
     logging::init();

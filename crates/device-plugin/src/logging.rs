@@ -1,5 +1,5 @@
-//! The log: one line for each thing that this program does. The log goes to the journal if standard error is the journal,
-//! otherwise to standard error, as in a pod.
+//! The log of this program. The log goes to the journal if standard error is connected to the journal, otherwise to standard
+//! error, as in a pod.
 
 use common::host::standard_error;
 use tracing_subscriber::Registry;
@@ -7,7 +7,6 @@ use tracing_subscriber::filter::LevelFilter;
 use tracing_subscriber::layer::{Layer, SubscriberExt};
 use tracing_subscriber::util::SubscriberInitExt;
 
-/// Sets up the log, once.
 pub(crate) fn init() {
     let registry = Registry::default().with(LevelFilter::INFO);
     let journal = if standard_error::is_journal() { tracing_journald::layer().ok() } else { None };

@@ -1,4 +1,4 @@
-//! yunion-mps-device-plugin: a device plugin of Kubernetes.
+//! The executable of yunion-mps-device-plugin, a device plugin of Kubernetes.
 
 use std::process::ExitCode;
 

@@ -1,9 +1,8 @@
-//! The names of resources: from the size of a slice to its name. Pure.
+//! The names of resources, which follow from the sizes of slices. All functions are pure. docs/kubernetes.md explains the rule.
 //!
-//! The rule is that of docs/kubernetes.md. A name such as `mps-20gib` has the slice's memory in GiB, rounded down; a name
-//! such as `mps-512mib` is for memory below 1 GiB. The memory in the name is rounded, since an equal share of a GPU is an
-//! odd number of MiB, which differs between drivers. The name depends on one slice alone: if it depended on other slices,
-//! it could change while pods have the slice.
+//! `mps-20gib` stands for slices with 20 GiB of memory, rounded down. `mps-512mib` stands for slices with less than 1 GiB. The
+//! memory is rounded, since an equal share of a GPU is an odd number of MiB, which differs between drivers. The name depends on
+//! one slice alone. If it depended on other slices, it could change while a pod has the slice.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::ops::RangeInclusive;
@@ -45,7 +44,7 @@ impl FromStr for NamedSize {
             None => (size, None),
         };
         let whole = |digits: &str| digits.parse::<u32>().ok().filter(|number| *number > 0);
-        // A size in GiB has all sizes that are this many GiB when they are rounded down.
+        // `20GiB` means every amount of memory that is 20 GiB when rounded down.
         let sizes =
             |unit: u64| move |number: u32| (u64::from(number) * unit)..=(u64::from(number) * unit + unit - 1);
         let memory = match (memory.strip_suffix("GiB"), memory.strip_suffix("MiB")) {
@@ -64,7 +63,7 @@ impl FromStr for NamedSize {
     }
 }
 
-/// Checks the part of a resource's name after the domain by Kubernetes' rules.
+/// Checks the part of a resource's name after the domain by the rules of Kubernetes.
 fn is_name(name: &str) -> Result<(), String> {
     let ends = |c: Option<char>| c.is_some_and(|c| c.is_ascii_alphanumeric());
     let inner = |c: char| c.is_ascii_alphanumeric() || matches!(c, '-' | '_' | '.');
@@ -78,7 +77,7 @@ fn is_name(name: &str) -> Result<(), String> {
     ))
 }
 
-/// Checks the domain of a resource's name by Kubernetes' rules.
+/// Checks the domain of a resource's name by the rules of Kubernetes.
 pub(crate) fn domain(text: &str) -> Result<String, String> {
     let label = |label: &str| {
         let inner = label.chars().all(|c| c.is_ascii_lowercase() || c.is_ascii_digit() || c == '-');
@@ -107,7 +106,7 @@ pub(crate) struct Naming {
 }
 
 impl Naming {
-    /// The full name, with the domain, of the resource for slices of a size.
+    /// The full name, with the domain, of the resource for slices of this size.
     pub(crate) fn name(&self, share: Share) -> String {
         let name = self.given(share).map_or_else(|| by_rule(share), |given| given.name.clone());
         format!("{}/{name}", self.domain)
@@ -117,8 +116,7 @@ impl Naming {
         self.named.iter().find(|named| named.means(share))
     }
 
-    /// A warning about sizes that differ in their percentage of threads and still have the same name. None if there
-    /// are no such sizes.
+    /// A warning if slices with different percentages of threads have the same name. None if there are no such slices.
     pub(crate) fn joined(&self, shares: impl IntoIterator<Item = Share>) -> Option<String> {
         let mut percentages: BTreeMap<String, BTreeSet<u32>> = BTreeMap::new();
         for share in shares.into_iter().filter(|share| self.given(*share).is_none()) {

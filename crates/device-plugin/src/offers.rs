@@ -1,21 +1,20 @@
-//! The resources of the node and their devices, and which devices Kubernetes may give out. Pure functions.
+//! The resources of the node, and the devices of each resource with their health. All functions are pure.
 //!
-//! The kubelet has one flag for two questions: may a pod get the device, and may the pod that has the device go on. A kubelet
-//! that starts asks if its pods may go on, and ends a pod if an init container of it has ended and has an unhealthy device. A
-//! slice that a pod has counts as healthy as long as the slice is served, even if it is drained: the kubelet gives the slice
-//! to no other pod. A slice with an owner outside of Kubernetes is unhealthy, since the kubelet does not know about that
-//! owner.
+//! The kubelet uses the health of a device for two decisions: a pod may get a healthy device, and a pod with a healthy device
+//! may go on. A kubelet that starts ends each pod that has an unhealthy device and an init container that has ended. So a slice
+//! of a pod is healthy as long as the slice is served, even if the slice is drained. The kubelet gives the slice to no other
+//! pod. A slice with an owner outside of Kubernetes is unhealthy, since the kubelet does not know this owner.
 
 use std::collections::BTreeMap;
 
 use crate::names::Naming;
 use crate::slice::NodeSlice;
 
-/// The most resources that the plugin offers. Each resource needs a socket and a registration, and no node has this many sizes of
-/// slices.
+/// The most resources that the plugin offers, since each resource needs a socket and a registration. No node has this many
+/// sizes of slices.
 const MOST: usize = 64;
 
-/// The reason why a slice is unhealthy while the service has not answered for longer than a restart takes.
+/// The reason for an unhealthy slice if the service has not answered for longer than a restart takes.
 const UNWATCHED: &str =
     "yunion-mps-daemon has not answered for a while; see systemctl status yunion-mps-daemon";
 
@@ -24,7 +23,7 @@ const UNWATCHED: &str =
 pub(crate) struct Offered {
     pub(crate) name: String,
     pub(crate) numa_node: Option<i64>,
-    /// The reason why the device is not healthy for the kubelet. None if the device is healthy.
+    /// The reason why the device is unhealthy. None if the device is healthy.
     pub(crate) unusable: Option<String>,
 }
 
@@ -33,9 +32,9 @@ pub(crate) type Offers = BTreeMap<String, Vec<Offered>>;
 
 /// The devices of each resource. `unwatched` is true if the service has not answered for longer than a restart takes.
 ///
-/// `resources` has the name of the resource of each slice, from the last look at the service. The name is remembered, since a GPU
-/// that the driver has lost has no known memory, but its resource must stay. A pod has its slice under the name of the resource:
-/// under another name the kubelet would count the slice as free.
+/// `resources` maps the name of each slice to its resource, from the last call. The old resource matters in two cases. A GPU
+/// that the driver has lost has no known memory, but its slices must stay in their resource. A slice that a pod has must also
+/// stay in its resource: in another resource, the kubelet would count the slice as free.
 pub(crate) fn offers(
     resources: &mut BTreeMap<String, String>,
     slices: &[NodeSlice],
@@ -63,7 +62,7 @@ pub(crate) fn offers(
     offers
 }
 
-/// The reason why a slice is not healthy for the kubelet. None if the slice is healthy.
+/// The reason why a slice is unhealthy for the kubelet. None if the slice is healthy.
 fn unusable(slice: &NodeSlice, unwatched: bool) -> Option<String> {
     if slice.has_pod && slice.served {
         None
@@ -74,7 +73,7 @@ fn unusable(slice: &NodeSlice, unwatched: bool) -> Option<String> {
     }
 }
 
-/// The reason why a slice must not be given to a container now. None if the slice may be given to a container.
+/// The reason why a container must not get a slice now. None if a container may get the slice.
 pub(crate) fn refusal(slice: &NodeSlice) -> Option<String> {
     if !slice.healthy {
         let reason = &slice.reason;
@@ -107,7 +106,7 @@ mod tests {
         NodeSlice { healthy: false, reason: "drained".to_owned(), ..slice }
     }
 
-    /// The reason why the only device in the offers is not usable. None: it is usable.
+    /// The reason why the only device in `offers` is unhealthy. None if the device is healthy.
     fn only(offers: &Offers) -> Option<String> {
         let [offered] = &offers["yunion.io/mps-20gib"][..] else { panic!("{offers:?}") };
         offered.unusable.clone()

@@ -1,5 +1,4 @@
-//! The main loop: after every change it looks at the service and at the kubelet, and serves exactly the resources that `offers`
-//! returns.
+//! The main loop: after each change of the service or the kubelet, the loop serves exactly the resources that `offers` returns.
 
 use std::collections::BTreeMap;
 use std::io;
@@ -24,13 +23,13 @@ use crate::preference::Placement;
 use crate::resource::{Manner, Registration, Resource};
 use crate::service::{ServiceView, follow};
 
-/// The time until the plugin looks at the slices and the kubelet again while something remains to be done.
+/// The pause before the next pass of the loop while some work could not be completed.
 const SOON: Duration = Duration::from_secs(1);
 
-/// The time until the plugin looks at the slices and the kubelet again if no change is reported before.
+/// The pause before the next pass of the loop if no change comes earlier.
 const LATER: Duration = Duration::from_secs(10);
 
-/// The time in which a kubelet that has accepted a registration should ask for the list of devices.
+/// A kubelet that has accepted a registration should request the list of devices within this time.
 const LISTENS: Duration = Duration::from_secs(15);
 
 /// Hands the slices of yunion-mps-daemon to the kubelet, one resource for each size of slice.
@@ -68,27 +67,25 @@ pub(crate) struct Arguments {
     metrics: Option<PathBuf>,
 }
 
-/// The state of the main loop.
 struct Plugin {
     arguments: Arguments,
     manner: Manner,
     /// The directory in which device plugins make their sockets.
     directory: PathBuf,
-    /// Registrations that the kubelet has not answered yet. The loop does not wait for an answer: the kubelet answers
-    /// only after it has reached the plugin's socket, and the loop may have to make that socket again.
+    /// Registrations that the kubelet has not answered yet. The loop does not wait for the answer, since the kubelet first
+    /// connects to the plugin's socket. If this socket was removed, only the loop can make a new socket.
     registrations: JoinSet<Result<(), String>>,
-    /// The name of the resource of each slice.
+    /// The name of the resource of each slice, by the name of the slice.
     names: BTreeMap<String, String>,
     resources: BTreeMap<String, Resource>,
-    /// The metrics, as they were last written to the file.
+    /// The text that was last written to the file with metrics.
     written: String,
-    /// The status line that was last sent to systemd for the unit.
+    /// The status line that systemd received last.
     status: Option<String>,
-    /// The last logged message of each kind. A message that has not changed is not repeated.
+    /// The last warning of each kind. An equal warning is not logged again.
     said: BTreeMap<&'static str, String>,
 }
 
-/// Runs the device plugin until a signal ends it.
 pub(crate) async fn run(arguments: Arguments) -> io::Result<()> {
     let mut terminate: Signal = signal(SignalKind::terminate())?;
     let mut interrupt: Signal = signal(SignalKind::interrupt())?;
@@ -152,14 +149,14 @@ impl Plugin {
         watched.ok()
     }
 
-    /// Makes sockets and registrations match the service and the kubelet, and returns the time until the next look.
+    /// Makes sockets and registrations match the service and the kubelet. Returns the pause before the next pass of the loop.
     fn bring_up_to_date(&mut self, service: &ServiceView) -> io::Result<Duration> {
         self.say("service", service.complaint());
         let Some(slices) = &service.slices else { return Ok(SOON) };
         self.say("names", self.arguments.naming.joined(slices.iter().filter_map(|slice| slice.share)));
-        // The kubelet's socket is looked up before the plugin's sockets. When a kubelet starts, it removes all sockets and
-        // then makes its own. In this order, the later check of the plugin's sockets notices if a kubelet has removed them
-        // before it made its own.
+        // A kubelet that starts removes all sockets, and then makes its own socket. So the kubelet's socket is read before the
+        // plugin's sockets are checked. If the kubelet's socket is new, the later check finds that the plugin's sockets were
+        // removed.
         let kubelet = SocketFile::at(&kubelet_socket(&self.directory));
         let unwatched = service.is_away_for(Duration::from_secs(self.arguments.grace));
         let offers = offers(&mut self.names, slices, &self.arguments.naming, unwatched);
@@ -170,16 +167,14 @@ impl Plugin {
         Ok(if waits_for_service || registered < offers.len() { SOON } else { LATER })
     }
 
-    /// Serves exactly the resources in `offers`: makes and removes sockets.
-    ///
-    /// # Errors
-    /// This process can never write to the directory again.
+    /// Makes and removes sockets, so that exactly the resources in `offers` are served. Returns an error only if this process
+    /// can never write to the directory again.
     fn serve(&mut self, offers: &Offers) -> io::Result<()> {
         let gone: Vec<String> =
             self.resources.keys().filter(|name| !offers.contains_key(*name)).cloned().collect();
         for name in gone {
             if let Some(resource) = self.resources.remove(&name) {
-                // Without this empty list, the kubelet would keep the devices of a resource that is no longer served.
+                // Without the empty list, the kubelet would still count the devices of a resource that is no longer served.
                 resource.offer(Vec::new());
                 tracing::info!("{name}: no slice has this size any more");
             }
@@ -222,7 +217,8 @@ impl Plugin {
         Ok(())
     }
 
-    /// Registers every resource that this kubelet does not know. Returns the number of resources that the kubelet listens to.
+    /// Registers each resource whose devices this kubelet does not read. Returns the number of resources whose devices the
+    /// kubelet reads.
     fn register(&mut self, kubelet: Option<SocketFile>) -> usize {
         let Some(kubelet) = kubelet else {
             let directory = self.directory.display();
@@ -260,7 +256,8 @@ impl Plugin {
         listens
     }
 
-    /// Records the kubelet's answer to a registration, unless the answer is about an earlier socket.
+    /// Records the kubelet's answer to a registration. The answer to a registration that was replaced by a newer one is
+    /// ignored.
     fn hear(&mut self, task: task::Id, answer: Result<(), String>) {
         let asked = self.resources.iter_mut().find_map(|(name, resource)| match resource.registration {
             Registration::Asked(kubelet, by) if by == task => Some((name, resource, kubelet)),
@@ -271,8 +268,8 @@ impl Plugin {
             Ok(()) => {
                 resource.registration = Registration::Accepted(kubelet, Instant::now());
                 self.manner.counters.count(name, REGISTRATIONS);
-                // A kubelet that accepts registrations but never reads the list of devices is reported by another
-                // message.
+                // If the kubelet accepts registrations but never reads the list of devices, a warning reports the problem. Then
+                // a registration is not logged as a success.
                 if !self.said.contains_key("listener") {
                     tracing::info!("{name}: registered with the kubelet");
                 }
@@ -304,7 +301,7 @@ impl Plugin {
         self.say("metrics", complaint);
     }
 
-    /// Sends systemd the status line. The first message tells systemd that the program has started.
+    /// Sends the status line to systemd. The first message also tells systemd that the program has started.
     fn tell_systemd(&mut self, service: &ServiceView) {
         let is_listened_to = |resource: &&Resource| matches!(resource.registration, Registration::Listens(_));
         let registered = self.resources.values().filter(is_listened_to).count();
@@ -318,7 +315,7 @@ impl Plugin {
             Some(_) => {}
             None => states.push(NotifyState::Ready),
         }
-        // Sending fails without systemd, and then no program reads the message.
+        // Sending fails if systemd has not started this program, and then no program needs the message.
         let _ = sd_notify::notify(&states);
         self.status = Some(status);
     }
@@ -335,18 +332,17 @@ impl Plugin {
     }
 }
 
-/// Returns true if the error means that the directory of sockets was replaced, and this process can't reach the new
-/// one: in a sandbox the old directory stays mounted, and the new one is not writable.
+/// True if the directory of sockets was replaced by a new directory that this process can't reach. In a sandbox, the old
+/// directory stays mounted, and the new directory is not writable.
 fn is_former_directory(directory: &Path, error: &io::Error) -> bool {
     match error.kind() {
         io::ErrorKind::ReadOnlyFilesystem => true,
-        // A directory that was removed while it is open has no links.
+        // A directory that was removed while this process could still reach it has a link count of 0.
         io::ErrorKind::NotFound => directory.metadata().is_ok_and(|found| found.nlink() == 0),
         _ => false,
     }
 }
 
-/// Describes the devices of a resource, for the log.
 fn devices_in_words(offers: &Offers, name: &str) -> String {
     let devices = offers.get(name).map(Vec::as_slice).unwrap_or_default();
     let unusable = devices.iter().filter_map(|device| {
@@ -357,7 +353,7 @@ fn devices_in_words(offers: &Offers, name: &str) -> String {
     words.join(", ")
 }
 
-/// The file name of the socket of a resource. The name does not have the domain, which is the same for all resources.
+/// The domain of the resource's name is omitted, since all resources have the same domain.
 fn socket_name(resource: &str) -> String {
     let name = resource.rsplit('/').next().unwrap_or(resource);
     format!("yunion-{name}.sock")

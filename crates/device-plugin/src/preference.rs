@@ -1,8 +1,8 @@
-//! Chooses the best slices for a container from the free slices. A pure function.
+//! Chooses the best free slices for a container. All functions are pure.
 //!
-//! Slices of one GPU can't be combined, so a container that gets several slices gets them from different GPUs. After a pod was
-//! deleted by force, the kubelet counts its slice as free at once, although the pod's container may still use it: such a slice is
-//! chosen last.
+//! Slices of one GPU can't be combined, so a container with several slices gets them from different GPUs. After a pod is
+//! deleted by force, the kubelet counts its slice as free at once, although a container of the pod may still use the slice. So
+//! a slice with an owner is chosen last.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -15,8 +15,8 @@ pub(crate) enum Placement {
     Spread,
 }
 
-/// The names of the `number` best slices, including all in `must`; fewer if there are not enough. A slice's name
-/// without the last "-" and the ordinal is the name of its GPU.
+/// The names of the best `number` slices, including all slices in `must`. The result has fewer names if not enough slices are
+/// available.
 pub(crate) fn preferred(
     available: &[String],
     must: &[String],
@@ -27,8 +27,8 @@ pub(crate) fn preferred(
     let mut chosen: Vec<String> = must.to_vec();
     let mut free: BTreeSet<&str> = available.iter().map(String::as_str).collect();
     free.retain(|name| !must.iter().any(|taken| taken == name));
-    // The free slices of each GPU are counted before the choice: choosing a slice does not change the count for the same
-    // container.
+    // The free slices of each GPU are counted before the choice, so that the first chosen slice does not change the order of
+    // the GPUs.
     let mut left: BTreeMap<&str, usize> = BTreeMap::new();
     for name in &free {
         *left.entry(gpu(name)).or_default() += 1;
@@ -50,7 +50,7 @@ pub(crate) fn preferred(
     chosen
 }
 
-/// The name of the GPU of a slice.
+/// The name of a slice's GPU: `00:06.0` for the slice `00:06.0-1`.
 pub(crate) fn gpu(slice: &str) -> &str {
     slice.rsplit_once('-').map_or(slice, |(gpu, _)| gpu)
 }
@@ -84,7 +84,7 @@ mod tests {
     #[test]
     fn a_slice_that_must_be_in_it_is_and_counts_for_its_gpu() {
         assert_eq!(preferred(&names(&FREE), &names(&["07-3"]), 2, Placement::Pack), ["07-3", "06-1"]);
-        // The slice that must be in the answer may be missing from the kubelet's list of free slices.
+        // The kubelet's list of free slices may lack the slice that must be in the answer.
         assert_eq!(preferred(&names(&["06-1"]), &names(&["07-3"]), 2, Placement::Pack), ["07-3", "06-1"]);
     }
 
@@ -93,7 +93,7 @@ mod tests {
         let owned = |name: &str| name.starts_with("07") || name == "06-1";
         let preferred = |number| super::preferred(&names(&FREE), &[], number, Placement::Pack, owned);
         assert_eq!(preferred(1), ["06-2"]);
-        // Slices of one GPU can't be combined, so the second slice is one of another GPU.
+        // Slices of one GPU can't be combined, so the second slice belongs to the other GPU.
         assert_eq!(preferred(3), ["06-2", "07-2", "06-3"]);
     }
 

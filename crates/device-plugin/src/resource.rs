@@ -1,4 +1,4 @@
-//! One resource: its socket, and the answers to the kubelet.
+//! One resource: its socket, and the answers to the kubelet's calls.
 
 use std::collections::BTreeSet;
 use std::convert::Infallible;
@@ -32,20 +32,20 @@ use crate::preference::{Placement, preferred};
 use crate::service::{self, NoAnswer, ServiceView};
 use crate::slice::NodeSlice;
 
-/// The longest time that a container waits for a service that is being restarted. While a container waits, the kubelet
-/// admits no other pod.
+/// The longest time that a container waits for a service that is restarting. While a container waits, the kubelet admits no
+/// other pod.
 const PATIENCE: Duration = Duration::from_secs(10);
 
 /// The pause between two attempts to reach the service, and after a connection that could not be accepted.
 const RETRY: Duration = Duration::from_millis(200);
 
-/// The most calls of the kubelet that are answered at the same time.
+/// The most calls on one connection that are answered at the same time.
 const AT_ONCE: usize = 16;
 
-/// The most bytes of the path of a Unix socket.
+/// The kernel's limit for the path of a Unix socket, in bytes.
 const LONGEST_PATH: usize = 107;
 
-/// The manner in which containers get their slices. The manner is the same for all resources.
+/// The options that decide how containers get their slices, and the state that all resources share.
 #[derive(Debug, Clone)]
 pub(crate) struct Manner {
     pub(crate) placement: Placement,
@@ -54,21 +54,21 @@ pub(crate) struct Manner {
     pub(crate) service: watch::Receiver<ServiceView>,
 }
 
-/// The state of a resource's registration. Each kubelet is identified by its socket.
+/// The state of a resource's registration. The `SocketFile` identifies the kubelet, since each kubelet makes a new socket.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Registration {
     Missing,
-    /// The kubelet has got the registration, and has not answered. The task waits for the answer.
+    /// The registration was sent, and the task waits for the kubelet's answer.
     Asked(SocketFile, task::Id),
     Failed(SocketFile, Instant),
-    /// The kubelet has accepted the registration, and does not read the list of devices yet.
+    /// The kubelet has accepted the registration, but does not read the list of devices yet.
     Accepted(SocketFile, Instant),
     /// The kubelet reads the list of devices.
     Listens(SocketFile),
 }
 
-/// The connections to a socket, with a pause after a failure: if the process has too many open files, for example, the next
-/// attempt would fail at once.
+/// Adds a pause after each connection that could not be accepted. If the process has too many open files, for example, an
+/// immediate attempt would fail again.
 fn with_pauses<T>(connections: impl Stream<Item = io::Result<T>>) -> impl Stream<Item = io::Result<T>> {
     connections.then(|connection| async move {
         if connection.is_err() {
@@ -88,7 +88,6 @@ pub(crate) struct Resource {
 }
 
 impl Resource {
-    /// Makes the socket at `path`, and serves the resource on it.
     pub(crate) fn serve(name: &str, path: &Path, offered: Vec<Offered>, manner: Manner) -> io::Result<Self> {
         let bytes = path.as_os_str().len();
         if bytes > LONGEST_PATH {
@@ -98,8 +97,7 @@ impl Resource {
             );
             return Err(io::Error::other(complaint));
         }
-        // The plugin removes the file at this path only if it is a socket. Any other file stays, and then binding the
-        // new socket fails.
+        // Only a socket at this path is removed. Any other file stays, and the new socket can't be bound.
         if SocketFile::at(path).is_some() {
             if is_alive(path) {
                 let complaint = "another device plugin serves this socket; run the unit or the DaemonSet on \
@@ -113,7 +111,8 @@ impl Resource {
             io::Error::other("another program removed the socket right after the device plugin had made it")
         })?;
         let (sender, receiver) = watch::channel(offered);
-        // Each connection has a copy of the service, and copies of the receiver itself would count as kubelets.
+        // Each connection clones the closure below. A clone of the receiver itself would count as a kubelet in `has_listener`,
+        // so all clones share one receiver.
         let (name, offered) = (name.to_owned(), Arc::new(receiver));
         let mut until_dropped = sender.subscribe();
         let answer = service_fn(move |request| {
@@ -139,19 +138,18 @@ impl Resource {
         Ok(Self { path: path.to_owned(), file, offered: sender, registration: Registration::Missing })
     }
 
-    /// True if the socket still exists: a kubelet that starts removes all sockets.
+    /// False after the start of a kubelet, which removes all sockets.
     pub(crate) fn is_there(&self) -> bool {
         SocketFile::at(&self.path) == Some(self.file)
     }
 
-    /// True if a kubelet reads the list of devices.
     pub(crate) fn has_listener(&self) -> bool {
-        // Two receivers of `offered` belong to the plugin itself: one answers the kubelet, and one ends the server. Each
-        // further receiver is a kubelet.
+        // The plugin itself has two receivers of `offered`: one to answer the kubelet, and one to end the server. Each further
+        // receiver belongs to a kubelet that reads the list of devices.
         self.offered.receiver_count() > 2
     }
 
-    /// Sends the devices to the kubelet if they have changed. Returns true if the devices have changed.
+    /// Sends the devices to the kubelet if they have changed. Returns true if they have changed.
     pub(crate) fn offer(&self, offered: Vec<Offered>) -> bool {
         self.offered.send_if_modified(|known| {
             let changed = *known != offered;
@@ -257,7 +255,6 @@ async fn allocate(
     Ok(Repeated { all: containers })
 }
 
-/// Asks the service for the settings of one container.
 async fn settings(
     resource: &str,
     manner: &Manner,
@@ -267,8 +264,8 @@ async fn settings(
     let (service, now) = ask_service(names).await?;
     let slices = slices_for(resource, names, &offered.borrow(), &now)?;
     let config = async || -> Result<ContainerConfig, Status> {
-        // The kubelet decides which pod has a slice. `share` lets the pod have the slice even while a container of the former
-        // pod is still ending.
+        // The kubelet decides which pod has a slice. `share` lets a new pod have the slice while a container of the former pod
+        // is still ending.
         let wish = SliceWish { names: names.to_vec(), free: false, share: true };
         let taken = service.take(&wish).await.map_err(|error| no_answer(names, &error))?;
         Ok(taken.1)
@@ -280,7 +277,7 @@ async fn settings(
     }
 }
 
-/// Connects to the service, and asks for all of its slices. Waits for a service that is just restarting.
+/// Connects to the service, and asks for all slices. Waits for a service that is just restarting, at most for [`PATIENCE`].
 async fn ask_service(names: &[String]) -> Result<(DaemonProxy, Vec<NodeSlice>), Status> {
     let until = Instant::now() + PATIENCE;
     let mut last = NoAnswer::from(BusError::Silent);
@@ -293,7 +290,7 @@ async fn ask_service(names: &[String]) -> Result<(DaemonProxy, Vec<NodeSlice>), 
         match timeout_at(until, asked).await {
             Ok(Ok(answer)) => return Ok(answer),
             Ok(Err(error)) => last = error,
-            // The time has run out during this attempt, so the error of the last complete attempt is reported.
+            // The time ran out during this attempt, so the function reports the error of the last complete attempt.
             Err(_late) => {}
         }
         if Instant::now() + RETRY >= until {

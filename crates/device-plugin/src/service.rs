@@ -1,5 +1,5 @@
-//! yunion-mps-daemon as this program sees it: the slices according to the service's last answer, and the time since which
-//! the service has not answered.
+//! The service as this program sees it: the slices in the service's last answer, and the time since which the service has not
+//! answered.
 
 use std::error::Error;
 use std::time::{Duration, Instant};
@@ -12,10 +12,10 @@ use tokio::time::{sleep, timeout};
 
 use crate::slice::NodeSlice;
 
-/// The pause before the next question to a service that does not answer.
+/// The pause before the next request to a service that does not answer.
 const RETRY: Duration = Duration::from_secs(1);
 
-/// The time after which the service is asked again, even if it has sent no signal.
+/// The time after which the service is asked again, even if the service has reported no change.
 const REFRESH: Duration = Duration::from_secs(30);
 
 /// The longest time that the plugin waits for the service's list of slices.
@@ -26,26 +26,25 @@ pub(crate) type NoAnswer = Box<dyn Error + Send + Sync>;
 
 #[derive(Debug, Clone)]
 pub(crate) struct ServiceView {
-    /// The slices according to the service's last answer. None until the first answer of the service.
+    /// The slices in the service's last answer. None before the first answer.
     pub(crate) slices: Option<Vec<NodeSlice>>,
-    /// The beginning of the service's absence. None while the service answers.
+    /// None while the service answers.
     pub(crate) absent_since: Option<Instant>,
-    /// The reason why the service does not answer; empty while the service answers, and before the first question.
+    /// The reason why the service does not answer. Empty while the service answers, and before the first request.
     why: String,
 }
 
 impl ServiceView {
-    /// The view before the service has given its first answer.
     pub(crate) fn unknown() -> Self {
         Self { slices: None, absent_since: Some(Instant::now()), why: String::new() }
     }
 
-    /// True if the service has not answered for this time.
     pub(crate) fn is_away_for(&self, time: Duration) -> bool {
         self.absent_since.is_some_and(|since| since.elapsed() >= time)
     }
 
-    /// The consequence of the service's absence for the slices, and the reason for the absence.
+    /// A sentence with the reason why the service does not answer, and the consequence for the slices. None while the service
+    /// answers.
     pub(crate) fn complaint(&self) -> Option<String> {
         let consequence = match self.slices {
             Some(_) => "the device plugin still offers the slices of the last answer",
@@ -55,7 +54,7 @@ impl ServiceView {
     }
 }
 
-/// Keeps the view up to date, even when the service or the bus restarts, until the view has no reader.
+/// Updates the view, even when the service or the bus restarts, until the view has no reader.
 pub(crate) async fn follow(view: watch::Sender<ServiceView>) {
     while !view.is_closed() {
         if let Err(error) = follow_bus(&view).await {
@@ -65,7 +64,7 @@ pub(crate) async fn follow(view: watch::Sender<ServiceView>) {
     }
 }
 
-/// Keeps the view up to date until the connection to the bus ends.
+/// Updates the view until the connection to the bus ends.
 async fn follow_bus(view: &watch::Sender<ServiceView>) -> Result<(), NoAnswer> {
     let service = DaemonProxy::connect().await?;
     let mut changes = service.changes().await?;
@@ -109,11 +108,11 @@ fn gone(view: &watch::Sender<ServiceView>, why: String) {
     });
 }
 
-/// Asks the service for all slices. Returns an error while the service starts: until the service has looked at each
-/// control daemon that it finds, it reports the slices as unhealthy, although nothing has happened to their clients.
+/// Asks the service for all slices. Fails while the service starts: before the service has examined the control daemons that it
+/// finds, it reports their slices as unhealthy, although their clients still run.
 pub(crate) async fn slices(service: &DaemonProxy) -> Result<Vec<NodeSlice>, NoAnswer> {
     let asked = async {
-        // The state is asked before the list, so that the list is not older than the state.
+        // The state is read before the list. A list that was read first could come from a service that was still starting.
         let is_starting = service.service().await?.state == State::Starting;
         if is_starting {
             return Err("yunion-mps-daemon is starting and reads the GPUs first".into());

@@ -1,4 +1,4 @@
-//! A slice of this node: the part that Kubernetes needs.
+//! A slice of this node, with the facts that Kubernetes needs.
 
 use common::bindings::pod_of;
 use common::bus::rows::Device;
@@ -12,31 +12,31 @@ pub(crate) struct Share {
 
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct NodeSlice {
-    /// The name of the slice, `00:06.0-1`, which the kubelet uses too.
+    /// The service's name of the slice, such as `00:06.0-1`. The kubelet uses the same name for its device.
     pub(crate) name: String,
     /// The PCI address of the slice's GPU.
     pub(crate) gpu: String,
-    /// The UUID of the slice's GPU. None while the driver can't report the UUID.
+    /// The UUID of the slice's GPU. None while the driver does not report the UUID.
     pub(crate) uuid: Option<String>,
     /// The number N of `/dev/nvidiaN`, the device node of the slice's GPU.
     pub(crate) minor: Option<u32>,
     pub(crate) numa_node: Option<i64>,
-    /// The size of the slice. None while the memory of the GPU is not known.
+    /// None while the memory of the GPU is unknown.
     pub(crate) share: Option<Share>,
     pub(crate) healthy: bool,
-    /// True if the slice's clients are served. Unlike `healthy`, `served` stays true while the slice is drained.
+    /// True if the service serves the clients of the slice. `served` is true for a drained slice too, but `healthy` is not.
     pub(crate) served: bool,
-    /// The reason why the slice is not healthy; empty if it is healthy.
+    /// Empty if the slice is healthy.
     pub(crate) reason: String,
-    /// The labels or the paths of the control groups that are bound to the slice, for people; empty if the slice is
-    /// free.
+    /// The owners of the slice, in words for people: the labels or the paths of the control groups that are bound to the slice.
+    /// Empty if the slice is not bound.
     pub(crate) bound_to: String,
     /// True if a container of Kubernetes is bound to the slice.
     pub(crate) has_pod: bool,
 }
 
 impl NodeSlice {
-    /// True if the slice has an owner that the kubelet does not know.
+    /// True if the slice is bound, but not to a container of Kubernetes. The kubelet does not know this owner.
     pub(crate) fn has_stranger(&self) -> bool {
         !self.bound_to.is_empty() && !self.has_pod
     }
@@ -66,7 +66,7 @@ impl From<&Device> for NodeSlice {
 pub(crate) mod samples {
     use super::*;
 
-    /// A healthy slice without an owner. The call `slice("06-1", 20480, 25)` returns a slice of the GPU `06`.
+    /// A healthy slice without an owner: `slice("06-1", 20480, 25)` is a slice of the GPU `06`.
     pub(crate) fn slice(name: &str, memory_mib: u32, thread_percentage: u32) -> NodeSlice {
         let gpu = name.rsplit_once('-').unwrap().0.to_owned();
         NodeSlice {

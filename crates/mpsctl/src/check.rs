@@ -1,4 +1,4 @@
-//! `yunion-mpsctl check`: the mistakes of the configuration, and the changes that a reload would make.
+//! `yunion-mpsctl check`: reports mistakes in the configuration, and the changes that a reload would make.
 
 use std::io::Write;
 
@@ -8,7 +8,6 @@ use common::config::Sources;
 use crate::show::table::hanging;
 use crate::{Result, print_json};
 
-/// Runs the command `check`, and returns its exit status.
 pub(crate) async fn check(sources: Sources, json: bool, out: &mut dyn Write) -> Result<u8> {
     let report = CheckReport::new(sources).await;
     if json {

@@ -1,4 +1,4 @@
-//! The devices for a command: named, chosen by the service (`--free`), or given by Slurm (`--slurm`).
+//! The slices that a command uses: named on the command line, chosen by the service (`--free`), or given by Slurm (`--slurm`).
 
 use std::time::{Duration, Instant};
 
@@ -13,8 +13,8 @@ use common::bus::error::RequestError;
 use common::bus::proxy::{BusError, DaemonProxy, SliceWish};
 use common::published::container::ContainerConfig;
 
-/// The longest wait for a slice that will be served soon: a control daemon starts, a server recovers from a fault, or the service
-/// restarts. A hook of a container runtime may take 30 s.
+/// The longest wait for a slice that the service will soon serve, for example while a control daemon starts or the service
+/// restarts. A container runtime may limit a hook to 30 s, so the wait is shorter.
 const PATIENCE: Duration = Duration::from_secs(25);
 const PAUSE: Duration = Duration::from_millis(100);
 
@@ -40,15 +40,14 @@ impl Devices {
         self.slurm
     }
 
-    /// The slices that the options ask the service for.
     pub(crate) fn wish(&self) -> Result<SliceWish> {
         let names = if self.slurm { slurm::given()? } else { self.names.clone() };
         Ok(SliceWish { names, free: self.free, share: self.share })
     }
 }
 
-/// Repeats a question to the service until the slices are served, if they may be served soon, and prints a note while
-/// it waits.
+/// Repeats the request `ask` as long as its error is `worth_waiting` for, at most for [`PATIENCE`]. Before the first
+/// repetition, this function prints a note.
 pub(crate) async fn until_served<T>(
     ask: impl AsyncFn() -> Result<T, BusError>,
     worth_waiting: impl Fn(&BusError) -> bool,
@@ -68,13 +67,12 @@ pub(crate) async fn until_served<T>(
     }
 }
 
-/// Returns true if the service may answer with the slices a moment after this error.
+/// True if the service may grant the same request a moment later.
 pub(crate) fn passes(error: &BusError) -> bool {
     matches!(error, BusError::Refused(RequestError::NotReady(_) | RequestError::NotServed(_)))
 }
 
-/// Waits until the service gives the program these slices, and returns the settings for a program that uses them.
-/// Prints which slice the service has chosen.
+/// Asks the service for slices, and waits if they are not served yet. Returns the settings for a program that uses the slices.
 pub(crate) async fn take(daemon: &DaemonProxy, wish: &SliceWish) -> Result<ContainerConfig> {
     let (taken, answer) = until_served(async || daemon.take(wish).await, passes).await?;
     if wish.free {
@@ -83,7 +81,6 @@ pub(crate) async fn take(daemon: &DaemonProxy, wish: &SliceWish) -> Result<Conta
     Ok(answer)
 }
 
-/// Prints which slices the service has chosen, and their models.
 pub(crate) async fn tell_choice(daemon: &DaemonProxy, taken: &[String]) -> Result<()> {
     let devices = daemon.devices().await?;
     for device in devices.iter().filter(|device| taken.contains(&device.addr)) {

@@ -1,5 +1,5 @@
-//! The completions for the word before the cursor. The scripts in `packaging/completions` ask for the completions. If the
-//! service does not answer in time, there are no completions and no error.
+//! Completions of the word before the cursor, for the shell scripts in `packaging/completions`. If the service does not answer
+//! in time, this program prints no completions and no error.
 
 use std::ffi::{OsStr, OsString};
 use std::io::Write;
@@ -12,35 +12,35 @@ use common::bus::proxy::{BusError, DaemonProxy};
 use common::text::is_unprintable;
 use mps_core::register::SHORT_ID;
 
-/// The first argument of the process that prints the completions. The words of the command line follow; the last word
-/// is cut at the cursor.
+/// The first argument with which a shell script asks for completions. The words of the command line follow, and the last word
+/// ends at the cursor.
 const ASK: &str = "complete-words";
 
-/// The longest time for the service's answer. A user waits for the completions at a keyboard.
+/// The longest wait for the service's answer: a user waits at the keyboard.
 const PATIENCE: Duration = Duration::from_secs(1);
 
-/// If the first argument after the program's name is [`ASK`], prints the words that fit, one per line, each with a tab and its
-/// meaning.
+/// If the first argument after the program's name is [`ASK`], prints the matching words. Each line has a word, a tab, and the
+/// meaning of the word.
 pub(super) fn complete_words(arguments: &[OsString], out: &mut dyn Write) -> Option<u8> {
     let [_, ask, words @ ..] = arguments else { return None };
     let last = words.len().checked_sub(1).filter(|_| ask == ASK)?;
     let here = std::env::current_dir().ok();
     let found = complete(&mut super::command(), words.to_vec(), last, here.as_deref());
     for candidate in found.unwrap_or_default() {
-        // The name of a file may contain any character. A name that does not fit on one line is left out.
+        // A file name may contain any character. A name that does not fit on one line is skipped.
         let Some(word) = candidate.get_value().to_str().filter(|word| !word.contains(is_unprintable)) else {
             continue;
         };
         let help = candidate.get_help().map(ToString::to_string).unwrap_or_default();
         let help = help.lines().next().unwrap_or_default().replace(is_unprintable, "\u{fffd}");
-        // Writing fails only if the shell no longer reads the words.
+        // This write fails only if the shell no longer reads the words.
         let _ = writeln!(out, "{word}\t{help}");
     }
     let _ = out.flush();
     Some(0)
 }
 
-/// A word that completes the command line, and its meaning.
+/// A word that completes the command line, and the meaning of the word.
 type Completion = (String, String);
 
 /// Completes the names of slices and GPUs.
@@ -48,7 +48,7 @@ pub(super) fn devices() -> ArgValueCompleter {
     names(true)
 }
 
-/// Completes the names of slices, for a command that does not accept a GPU.
+/// Completes the names of slices for a command that accepts no GPU.
 pub(super) fn slices() -> ArgValueCompleter {
     names(false)
 }
@@ -62,7 +62,7 @@ fn names(with_gpus: bool) -> ArgValueCompleter {
             let gpu = (device.base_addr.clone(), format!("{model}, the GPU"));
             if with_gpus && !words.contains(&gpu) {
                 words.push(gpu);
-                // UUIDs are long, so they are offered only after the user has typed `GPU-`.
+                // UUIDs are long, so a UUID is offered only after the user has typed `GPU-`.
                 let uuid = device.device_path.clone().filter(|_| begun.to_string_lossy().starts_with("GPU-"));
                 words.extend(uuid.map(|uuid| (uuid, format!("{model}, the GPU"))));
             }
@@ -73,7 +73,6 @@ fn names(with_gpus: bool) -> ArgValueCompleter {
     })
 }
 
-/// Completes the PIDs of clients.
 pub(super) fn clients() -> ArgValueCompleter {
     ArgValueCompleter::new(|begun: &OsStr| {
         let clients = ask(async |daemon| daemon.clients().await).unwrap_or_default();
@@ -83,13 +82,12 @@ pub(super) fn clients() -> ArgValueCompleter {
             let slice = client.device.as_ref().map(|device| format!(", {device}")).unwrap_or_default();
             words.push((client.pid.to_string(), format!("{}{user}{slice}", client.command)));
         }
-        // A process on several GPUs is listed once for each GPU.
+        // The service lists a process on several GPUs once for each GPU.
         words.dedup();
         beginning_with(begun, words)
     })
 }
 
-/// Completes the ids of the containers of clients.
 pub(super) fn containers() -> ArgValueCompleter {
     ArgValueCompleter::new(|begun: &OsStr| {
         let clients = ask(async |daemon| daemon.clients().await).unwrap_or_default();
@@ -104,7 +102,7 @@ pub(super) fn containers() -> ArgValueCompleter {
     })
 }
 
-/// The service's answer. None if the service's answer does not come within [`PATIENCE`].
+/// None if the service refuses the request or does not answer within [`PATIENCE`].
 fn ask<T>(question: impl AsyncFnOnce(&DaemonProxy) -> Result<T, BusError>) -> Option<T> {
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().ok()?;
     let answer = async { question(&DaemonProxy::connect().await?).await };

@@ -1,5 +1,5 @@
-//! The subcommands of yunion-mpsctl. The subcommands show the values from the bus and compute nothing themselves. `check` and
-//! `doctor` compare the values from the bus with the host, and `probe` tests the values with its own CUDA clients.
+//! The subcommands of `yunion-mpsctl`. Most subcommands show the values that the service publishes on D-Bus. `check` and
+//! `doctor` compare the published values with the host, and `probe` tests them with its own CUDA clients.
 
 use std::ffi::OsString;
 use std::io::{self, Write};
@@ -33,7 +33,7 @@ mod watch;
 const FAILED: u8 = 1;
 /// The exit status for a wrong command line.
 const USAGE: u8 = 2;
-/// The exit status if the daemon does not run.
+/// The exit status if the service does not run.
 const NOT_RUNNING: u8 = 3;
 
 /// The subcommands, in the groups in which the help and the manual page list them.
@@ -385,8 +385,8 @@ enum Command {
 }
 
 impl Command {
-    /// True if the exit status has a meaning besides success and failure. A script that uses the exit status may not read the
-    /// output.
+    /// True if the exit status answers a question and does not only report success or failure. A script may use the exit status
+    /// without reading the output, so the subcommand ignores a closed pipe.
     fn answers_by_exit_status(&self) -> bool {
         matches!(
             self,
@@ -397,12 +397,11 @@ impl Command {
 
 type Result<T, E = Error> = std::result::Result<T, E>;
 
-/// The reason why a subcommand has failed.
 #[derive(Debug, thiserror::Error)]
 enum Error {
     #[error(transparent)]
     Bus(#[from] BusError),
-    /// The service does not run, for the reason that systemd reports.
+    /// The field is the reason that systemd reports.
     #[error("yunion-mps-daemon is not running: {0}")]
     NotRunning(String),
     #[error("can't write the output: {0}")]
@@ -432,7 +431,7 @@ impl Error {
         }
     }
 
-    /// True if the reader of the output has closed the pipe, as `head` does. A closed pipe is no error.
+    /// A reader such as `head` closes the pipe when it has read enough, which is no failure of the subcommand.
     fn is_closed_pipe(&self) -> bool {
         match self {
             Self::Output(e) => e.kind() == io::ErrorKind::BrokenPipe,
@@ -442,8 +441,8 @@ impl Error {
     }
 }
 
-/// The output of a command whose exit status has a meaning: the command goes on even if the reader of the output
-/// closes the pipe.
+/// The output of a subcommand whose exit status is the answer. Writing to a closed pipe succeeds, so that the subcommand runs
+/// to its end.
 struct MayLoseReader<'o>(&'o mut dyn Write);
 
 impl Write for MayLoseReader<'_> {
@@ -460,14 +459,14 @@ fn without_closed_pipe(error: io::Error) -> io::Result<()> {
     if error.kind() == io::ErrorKind::BrokenPipe { Ok(()) } else { Err(error) }
 }
 
-/// The command line as data, from which its manual page and completions are made.
+/// The command line as data. The manual page and the completions are made from this data.
 pub fn command() -> clap::Command {
     let command = Command::command();
     let mut template = "{about}\n\n{usage-heading} {usage}\n\n".to_owned();
     for (heading, names) in GROUPS {
         let commands = names.iter().filter_map(|name| command.find_subcommand(name)).cloned();
-        // clap can't group subcommands in its help. So each group of subcommands is rendered as the list of the subcommands of a
-        // separate command.
+        // clap can't group subcommands in its help. So the help of each group comes from a separate clap command that has only
+        // the subcommands of this group.
         let group = clap::Command::new(heading).subcommands(commands).disable_help_subcommand(true);
         let listed = group.help_template("{subcommands}").render_help();
         template += &format!("{heading}:\n{}\n\n", listed.to_string().trim_end());
@@ -479,7 +478,7 @@ fn parse(arguments: &[OsString]) -> clap::error::Result<Command> {
     Command::from_arg_matches(&command().try_get_matches_from(arguments)?)
 }
 
-/// Carries out the command line (the first argument is the program's name), and returns the exit status.
+/// Executes the subcommand, and returns the exit status. The first argument is the program's name.
 pub fn main(arguments: impl IntoIterator<Item = OsString>, out: &mut dyn Write, err: &mut dyn Write) -> u8 {
     let arguments: Vec<OsString> = arguments.into_iter().collect();
     if let Some(status) = act::run::become_command(&arguments, err) {
@@ -518,7 +517,7 @@ pub fn main(arguments: impl IntoIterator<Item = OsString>, out: &mut dyn Write, 
         Ok(status) => status,
         Err(e) if e.is_closed_pipe() => 0,
         Err(e) => {
-            // If writing the message fails, the exit status still reports the failure.
+            // If this message can't be written, the exit status still reports the failure.
             let _ = writeln!(err, "{}", show::table::hanging(&format!("yunion-mpsctl: {e}")));
             e.exit_status()
         }
@@ -532,8 +531,8 @@ fn run_command(command: Command, out: &mut dyn Write) -> Result<u8> {
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build();
     runtime.map_err(|error| Error::System("start", error))?.block_on(async {
         match execute(command, out).await {
-            // A unit that has failed because of its configuration fails again when it is started, so the answer names the
-            // mistake.
+            // A unit that has failed because of a wrong configuration would fail again at the next start. So the error contains
+            // the reason that systemd knows.
             Err(Error::Bus(BusError::NotRunning)) => Err(match doctor::why_not_running().await {
                 Some(reason) => Error::NotRunning(reason),
                 None => BusError::NotRunning.into(),
@@ -544,7 +543,8 @@ fn run_command(command: Command, out: &mut dyn Write) -> Result<u8> {
 }
 
 async fn execute(command: Command, out: &mut dyn Write) -> Result<u8> {
-    // The closure connects to the bus only when it is called, since `check`, `setup` and `doctor` also work without the service.
+    // The subcommands `check`, `setup` and `doctor` also work without the service. So the other subcommands connect to the bus
+    // only when they call `daemon`.
     let daemon = DaemonProxy::connect;
     let mut status = 0;
     match command {
@@ -591,7 +591,6 @@ async fn execute(command: Command, out: &mut dyn Write) -> Result<u8> {
     Ok(status)
 }
 
-/// Prints a JSON document, one value per line.
 fn print_json(out: &mut dyn Write, value: &impl serde::Serialize) -> Result<()> {
     writeln!(out, "{}", common::text::json(value)?)?;
     Ok(())

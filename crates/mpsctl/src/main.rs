@@ -1,4 +1,4 @@
-//! yunion-mpsctl: asks yunion-mps-daemon over D-Bus. If this program is called as yunion-mps-NAME, it is an OCI runtime.
+//! `yunion-mpsctl`: asks the service over D-Bus. If this program is called as `yunion-mps-NAME`, it acts as an OCI runtime.
 
 use std::ffi::OsString;
 use std::io::Write;
@@ -10,7 +10,7 @@ fn main() -> ExitCode {
         && let Some(runtime) = mpsctl::runtime::stands_before(own_name)
     {
         return mpsctl::runtime::execute(runtime, rest).unwrap_or_else(|error| {
-            // An error of this write is ignored: standard error may be a closed pipe.
+            // Standard error may be a closed pipe, so an error of this write is ignored.
             let _ = writeln!(
                 std::io::stderr(),
                 "{own_name}: {runtime} can't be executed: {error}",

@@ -1,6 +1,6 @@
-//! An OCI runtime that wraps another OCI runtime. Called as yunion-mps-NAME, this program executes NAME with the same
-//! arguments. Before NAME sends a signal that may end a container's programs, the service ends their GPU work: a signal in
-//! the middle of a kernel is a fault for every client on that GPU.
+//! An OCI runtime that wraps another OCI runtime. If this program is called as `yunion-mps-runc`, it executes `runc` with the
+//! same arguments. Before `runc` sends a signal that may end the programs of a container, the service ends their GPU work. A
+//! signal that ends a program in the middle of a GPU kernel is a fault for every client on that GPU.
 
 use std::ffi::{OsStr, OsString};
 use std::io::{self, Write};
@@ -20,37 +20,36 @@ use common::bus::proxy::{BusError, ContainerStop, DaemonProxy};
 use common::host::identity;
 use common::text::printable;
 
-/// The prefix of the names under which this program is called as a runtime.
+/// If the name by which this program is called begins with this prefix, this program acts as an OCI runtime.
 const PREFIX: &str = "yunion-mps-";
 
-/// The longest time for ending GPU work. After this time the wrapped runtime is executed even if GPU work still runs.
+/// The longest wait for the end of GPU work. After this time, the wrapped runtime is executed even if GPU work still runs.
 const PATIENCE: Duration = Duration::from_secs(5);
 
-/// The journal's socket for messages.
 const JOURNAL: &str = "/run/systemd/journal/socket";
 
-/// The socket of the system bus, unless an environment variable names another socket.
 const BUS: &str = "/run/dbus/system_bus_socket";
 
-/// The options of runc and crun that take a value and stand before the runtime's command.
+/// The options of runc and crun that precede the command, such as `kill`, and whose value is the next argument.
 const WITH_VALUE: [&str; 7] =
     ["--root", "--log", "--log-format", "--log-level", "--criu", "--rootless", "--cgroup-manager"];
 
-/// The options with which a runtime finds the state of a container.
+/// The options of runc and crun that decide where the runtime finds the state of a container.
 const FOR_STATE: [&str; 4] = ["--root", "--rootless", "--cgroup-manager", "--systemd-cgroup"];
 
-/// The signals that end a program which does not handle them, each with its number.
+/// The signals that are meant to end programs, each with its number. For any other signal, the service ends no GPU work.
 const SIGNALS: [(&str, u32); 4] = [("INT", 2), ("QUIT", 3), ("KILL", 9), ("TERM", 15)];
 
-/// Returns the name of the wrapped runtime, from the name with which this program was called.
+/// The name of the wrapped runtime: `runc` if this program is called as `/usr/bin/yunion-mps-runc`. None if this program is not
+/// called as a runtime.
 pub fn stands_before(own_name: &OsStr) -> Option<&OsStr> {
     let name = Path::new(own_name).file_name()?.as_bytes().strip_prefix(PREFIX.as_bytes())?;
     (!name.is_empty()).then(|| OsStr::from_bytes(name))
 }
 
-/// Has the service end the GPU work of the processes that a signal of the container runtime would kill, and then executes the
-/// container runtime. With arguments that send no signal, the container runtime is executed at once. Returns only if this
-/// process has to report the result: the exit status of the runtime, or an error if the runtime can't be executed.
+/// Executes the wrapped runtime with `arguments`. If the runtime is to send a signal that may end programs, the service first
+/// ends their GPU work. A runtime that sends a signal may run as a child process, and the result is its exit status. In all
+/// other cases the runtime replaces this process.
 ///
 /// # Errors
 /// The runtime can't be executed.
@@ -67,27 +66,26 @@ pub fn execute(runtime: &OsStr, arguments: &[OsString]) -> io::Result<ExitCode> 
     }
 }
 
-/// Has the runtime send its signal to a container, whose first process is `first`. A program whose GPU work has ended may end by
-/// itself before the signal. If the first process has ended before the signal, the runtime reports an error, which the container
-/// engine would treat as a failed stop. So the result in this case is success.
+/// Runs the runtime's command that sends a signal to a container, and returns its exit status. `first` is the first process of
+/// the container. A program whose GPU work has ended may end by itself before the signal. The runtime then fails, and the
+/// container engine would report a failed stop. So the result is success if the first process has ended.
 fn signal(mut command: Command, first: &ProcessId) -> io::Result<ExitCode> {
     let done = command.stdin(Stdio::inherit()).output()?;
     if !done.status.success() && !identity::runs(*first) {
         return Ok(ExitCode::SUCCESS);
     }
-    // The runtime has already sent the signal, so an error while its output is passed on is ignored.
+    // The runtime has already sent the signal, so an error while this process prints the runtime's output is ignored.
     let _ = io::stdout().write_all(&done.stdout).and_then(|()| io::stderr().write_all(&done.stderr));
     let code = done.status.code().and_then(|code| u8::try_from(code).ok());
     Ok(code.map_or(ExitCode::FAILURE, ExitCode::from))
 }
 
-/// Returns true if this process may ask the service to end GPU work. Only root may end the GPU work of a container.
+/// Only root may ask the service to end the GPU work of a container.
 fn can_ask() -> bool {
     let has_bus = || std::env::var_os("DBUS_SYSTEM_BUS_ADDRESS").is_some() || Path::new(BUS).exists();
     rustix::process::geteuid().is_root() && has_bus()
 }
 
-/// Waits for a result, but at most for [`PATIENCE`].
 fn in_time<T>(work: impl Future<Output = Result<T, String>>) -> Result<T, String> {
     let tokio = tokio::runtime::Builder::new_current_thread().enable_all().build();
     let in_time = async { tokio::time::timeout(PATIENCE, work).await };
@@ -95,17 +93,18 @@ fn in_time<T>(work: impl Future<Output = Result<T, String>>) -> Result<T, String
     done.unwrap_or_else(|_| Err(format!("no answer within {seconds} s", seconds = PATIENCE.as_secs())))
 }
 
-/// A command line of a runtime that sends a signal to a container's processes.
+/// A command line with which a container engine makes the runtime send a signal to a container.
 #[derive(Debug, PartialEq, Eq)]
 struct SignalCommand<'a> {
-    /// The options with which the runtime finds the state of the container.
+    /// The options of the command line that are in `FOR_STATE`, with their values.
     options: Vec<&'a OsStr>,
     container: &'a OsStr,
     signal: u32,
     to_all: bool,
 }
 
-/// The state of a container with its first process, as runtimes print it.
+/// The part of the output of `runc state` that this program reads. `pid` is the first process of the container, or 0 if the
+/// container has no process.
 #[derive(Deserialize)]
 struct FirstProcess {
     #[serde(default)]
@@ -115,7 +114,7 @@ struct FirstProcess {
 type Arguments<'a> = Peekable<slice::Iter<'a, OsString>>;
 
 impl<'a> SignalCommand<'a> {
-    /// The signal that a command line sends, if the signal may end a program.
+    /// None if the command line sends no signal, or a signal that is not meant to end programs.
     fn by(arguments: &'a [OsString]) -> Option<Self> {
         let mut arguments = arguments.iter().peekable();
         let options = options_for_state(&mut arguments);
@@ -133,8 +132,8 @@ impl<'a> SignalCommand<'a> {
         Some(Self { options, container: names.first()?, signal, to_all })
     }
 
-    /// Returns the signal of a command that deletes a container by force, which kills the container first. None if the command
-    /// does not delete the container by force.
+    /// A forced deletion kills the container before it deletes the container. Without force, the runtime sends no signal, and
+    /// the result is None.
     fn by_delete(options: Vec<&'a OsStr>, arguments: Arguments<'a>) -> Option<Self> {
         let (flags, names) = flags_and_names(arguments);
         let is_forced = flags.iter().any(|flag| matches!(flag.as_bytes(), b"--force" | [b'-', b'f']));
@@ -142,8 +141,8 @@ impl<'a> SignalCommand<'a> {
         is_forced.then_some(Self { options, container, signal: 9, to_all: true })
     }
 
-    /// Ends the GPU work of the programs that the signal may end, and returns the first process of the container. None if no
-    /// process of the container runs, as far as is known.
+    /// Asks the service to end the GPU work of the programs that get the signal. Returns the first process of the container, or
+    /// None if the container has no process or its first process is not known.
     fn prepare(&self, runtime: &OsStr) -> Option<ProcessId> {
         let mut first = None;
         let ended = in_time(async {
@@ -164,7 +163,7 @@ impl<'a> SignalCommand<'a> {
         first
     }
 
-    /// The first process of the container, as the runtime reports it. None if no process of the container runs.
+    /// Asks the runtime for the PID of the container's first process. None if the container has no process or does not exist.
     async fn first_process(&self, runtime: &OsStr) -> Result<Option<u32>, String> {
         let mut command = tokio::process::Command::new(runtime);
         command.args(&self.options).arg("state").arg(self.container);
@@ -179,7 +178,6 @@ impl<'a> SignalCommand<'a> {
         Ok(Some(state.pid).filter(|pid| *pid != 0))
     }
 
-    /// Writes to the journal why GPU work may still run when the signal comes.
     fn write_to_journal(&self, runtime: &OsStr, why: &str) {
         let (container, name) = (self.container.to_string_lossy(), runtime.to_string_lossy());
         let line = printable(&format!(
@@ -188,7 +186,8 @@ impl<'a> SignalCommand<'a> {
             signal = self.signal
         ));
         let entry = format!("PRIORITY=4\nSYSLOG_IDENTIFIER={PREFIX}{}\nMESSAGE={line}\n", printable(&name));
-        // The host may have no journal, and a full journal must not block the engine. So errors of the journal are ignored.
+        // The host may have no journal, so errors are ignored. A full journal must not block the container engine, so the
+        // socket does not block.
         let _ = UnixDatagram::unbound().and_then(|socket| {
             socket.set_nonblocking(true)?;
             socket.send_to(entry.as_bytes(), JOURNAL)
@@ -196,7 +195,8 @@ impl<'a> SignalCommand<'a> {
     }
 }
 
-/// The options before the command with which a runtime finds the state of a container.
+/// Reads the options that precede the runtime's command. Returns the options in `FOR_STATE` with their values, and stops at the
+/// command.
 fn options_for_state<'a>(arguments: &mut Arguments<'a>) -> Vec<&'a OsStr> {
     let mut options = Vec::new();
     while let Some(option) = arguments.next_if(|argument| argument.as_bytes().starts_with(b"-")) {
@@ -211,13 +211,12 @@ fn options_for_state<'a>(arguments: &mut Arguments<'a>) -> Vec<&'a OsStr> {
     options
 }
 
-/// The flags and the other arguments after a command.
 fn flags_and_names(arguments: Arguments<'_>) -> (Vec<&OsStr>, Vec<&OsStr>) {
     let all = arguments.map(OsString::as_os_str).filter(|argument| *argument != "--");
     all.partition(|argument| argument.as_bytes().starts_with(b"-"))
 }
 
-/// The number of a signal, if it may end a program. Runtimes accept a signal as a number or as a name.
+/// None if the signal is not meant to end programs. Runtimes accept the forms `9`, `KILL` and `SIGKILL`.
 fn number(text: &str) -> Option<u32> {
     let upper = text.to_ascii_uppercase();
     let name = upper.strip_prefix("SIG").unwrap_or(&upper);

@@ -1,4 +1,4 @@
-//! Texts on a terminal that replace earlier ones, and messages besides the output.
+//! Texts on a terminal that replace earlier texts, and messages on standard error.
 
 use std::fmt::Write as _;
 use std::io::{self, Write};
@@ -6,21 +6,20 @@ use std::io::{self, Write};
 use common::counted::counted;
 use common::text::printable;
 
-/// The number of columns and rows of the terminal.
+/// The columns and rows of the terminal. A terminal that does not report its size counts as 80 columns and 24 rows.
 pub(super) fn size() -> (u16, u16) {
     let size = rustix::termios::tcgetwinsize(rustix::stdio::stdout()).ok();
     let columns = size.map(|size| size.ws_col).filter(|columns| *columns > 0);
     (columns.unwrap_or(80), rows().unwrap_or(24))
 }
 
-/// The number of rows of the terminal. None if there is no terminal, or if it does not report its size.
+/// None if there is no terminal, or if the terminal does not report its size.
 pub(super) fn rows() -> Option<u16> {
     let size = rustix::termios::tcgetwinsize(rustix::stdio::stdout()).ok();
     size.map(|size| size.ws_row).filter(|rows| *rows > 0)
 }
 
-/// The first lines of a status, as many as fit into this number of rows. The last line says how many lines are left
-/// out.
+/// The first lines of a status, at most `rows`. If lines are omitted, the last line says how many.
 pub(super) fn fitted(mut lines: Vec<String>, rows: usize) -> Vec<String> {
     if lines.len() > rows {
         let more = lines.len() - rows.saturating_sub(1);
@@ -33,7 +32,6 @@ pub(super) fn fitted(mut lines: Vec<String>, rows: usize) -> Vec<String> {
     lines
 }
 
-/// The whole screen, which is drawn again at each change.
 #[derive(Debug, Default)]
 pub(super) struct Screen {
     size: (u16, u16),
@@ -41,12 +39,12 @@ pub(super) struct Screen {
 }
 
 impl Screen {
-    /// Draws exactly these lines, and leaves the cursor after the last one. Unchanged lines are not written again: a serial line
-    /// needs a second for a whole screen.
+    /// Shows exactly these lines, and puts the cursor behind the last line. Unchanged lines are not written again, since a
+    /// serial line needs a second for a whole screen.
     pub(super) fn draw(&mut self, lines: Vec<String>, out: &mut dyn Write) -> io::Result<()> {
         let size = size();
-        // The terminal must not wrap lines: if it counts the columns of a text differently, a wrapped line would move all
-        // lines below it.
+        // The terminal must not wrap lines. The terminal may count the columns of a text differently, and a wrapped line would
+        // move all lines below.
         let mut text = "\u{1b}[?7l".to_owned();
         if self.size != size {
             *self = Self { size, lines: Vec::new() };
@@ -54,8 +52,8 @@ impl Screen {
         }
         for (place, line) in lines.iter().enumerate() {
             let row = place + 1;
-            // The line is cleared before its text is written: if the line were cleared after a text as wide as the terminal, the
-            // last character would be removed.
+            // The line is cleared before its text is written. After a text as wide as the terminal, clearing would remove the
+            // last character.
             if row == lines.len() {
                 let _ = write!(text, "\u{1b}[{row}H\u{1b}[J{line}");
             } else if self.lines.get(place) != Some(line) {
@@ -68,7 +66,7 @@ impl Screen {
     }
 }
 
-/// Draws a text below everything else on the screen, in the place of the text that was drawn there before.
+/// Replaces the text `drawn`, which is the last output on the terminal, by `text`.
 pub(super) fn replace(drawn: &mut String, text: &str, out: &mut dyn Write) -> io::Result<()> {
     if drawn == text {
         return Ok(());
@@ -84,7 +82,7 @@ pub(super) fn replace(drawn: &mut String, text: &str, out: &mut dyn Write) -> io
     out.flush()
 }
 
-/// Prints a message to standard error. An error of this write is ignored.
+/// Prints a message to standard error. An error of this write is ignored, since the message has no other place.
 pub(super) fn say(words: &str) {
     let _ = writeln!(io::stderr(), "yunion-mpsctl: {}", printable(words));
 }

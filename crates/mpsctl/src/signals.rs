@@ -10,12 +10,12 @@ use tokio::signal::unix::{self, SignalKind};
 use super::{Error, Result};
 use common::host::proc;
 
-/// Signals that do not end this process while they are caught.
+/// Signals that do not end this process while this value exists.
 pub(super) struct CaughtSignals(Vec<(Signal, unix::Signal)>);
 
 impl CaughtSignals {
-    /// Catches signals. A signal that was ignored when this process started stays ignored, for this process and its children:
-    /// nohup and a shell's `&` start programs with ignored signals.
+    /// A signal that was ignored when this process started stays ignored: `nohup` and a shell's `&` start programs with ignored
+    /// signals.
     pub(super) fn catch(signals: &[Signal]) -> Result<Self> {
         let own = proc::status(proc::OWN);
         let ignored = |signal: Signal| own.as_ref().is_ok_and(|own| own.ignores(signal.as_raw()));
@@ -24,7 +24,6 @@ impl CaughtSignals {
         caught.collect::<io::Result<_>>().map(Self).map_err(|error| Error::System("watch for signals", error))
     }
 
-    /// Waits for the next signal.
     pub(super) async fn next(&mut self) -> Signal {
         poll_fn(|context| {
             let arrived = self

@@ -1,8 +1,8 @@
 //! The slices in Slurm: `yunion-mpsctl slurm`, and the slices that Slurm has given to a job.
 //!
-//! Slurm numbers the lines of gres.conf, and gives a job only the numbers of its lines. So the printed lines have the slice's
-//! name in a comment, and the file with these lines stays on the host: a number means the slice that it meant when Slurm read
-//! these lines, even if the configuration has changed since.
+//! Slurm numbers the lines of gres.conf, and tells a job only the numbers of its lines. So each printed line has the name of
+//! its slice in a comment, and the file with these lines stays on the host. A number then means the same slice until Slurm
+//! reads new lines, even after a change of the configuration.
 
 use std::collections::BTreeMap;
 use std::env;
@@ -19,12 +19,13 @@ use common::problem::Problem;
 use common::published::snapshot::State;
 use common::text::printable;
 
-/// The file with the lines of `yunion-mpsctl slurm`.
+/// The file in which an administrator stores the output of `yunion-mpsctl slurm`.
 const FILE: &str = "/etc/yunion/gres.conf";
-/// The most bytes of gres.conf that are read. Each line of the file has about 150 bytes, and there are at most a thousand slices.
+/// The most bytes of the file that are read. Each line has about 150 bytes, and a host has at most a thousand slices.
 const FILE_MAX: u64 = 1 << 20;
 
-/// The variables of a step come first: a step may have fewer slices than its job.
+/// The environment variables in which Slurm stores the numbers of slices. A step may have fewer slices than its job, so the
+/// variable of the step comes first.
 const GIVEN: [&str; 2] = ["SLURM_STEP_GPUS", "SLURM_JOB_GPUS"];
 
 const MIB_IN_GIB: i32 = 1024;
@@ -40,12 +41,12 @@ pub(super) async fn slurm(daemon: &DaemonProxy, out: &mut dyn Write) -> Result<(
     Ok(())
 }
 
-/// The lines for gres.conf, and in comments the lines for slurm.conf.
+/// The lines for gres.conf. The comments in front of these lines contain the lines for slurm.conf.
 fn gres_conf(devices: &[Listed<Device>]) -> Result<String, Problem> {
-    // Slurm numbers the slices by their types, in the order in which slurm.conf has the types. Slurm numbers the slices of one
-    // type in the order of gres.conf.
+    // Slurm numbers the slices of one type after the other, in the order of the types in slurm.conf. Within a type, Slurm
+    // numbers the slices in the order of gres.conf.
     let mut kinds: BTreeMap<String, Vec<(u32, &Device)>> = BTreeMap::new();
-    // A slice that can't be served, for example on a GPU in MIG mode, is left out: a job on it would fail.
+    // A slice that can't be served, for example on a GPU in MIG mode, is omitted: a job with this slice would fail.
     for device in devices.iter().filter(|device| device.servable) {
         let unknown = || format!("the device file of {addr} is not known", addr = printable(&device.addr));
         let minor = device.nvidia_minor.ok_or_else(unknown)?;
@@ -58,8 +59,8 @@ fn gres_conf(devices: &[Listed<Device>]) -> Result<String, Problem> {
     for (kind, slices) in &mut kinds {
         slices.sort_by_key(|(minor, device)| (*minor, device.ordinal));
         for (minor, device) in slices {
-            // Slurm accepts the same device file twice only in `MultipleFiles`. The key `MultipleFiles` is for parts of a GPU,
-            // and needs at least two file names.
+            // Slurm accepts the same device file twice only in `MultipleFiles`, which is for parts of a GPU. `MultipleFiles`
+            // needs at least two file names.
             let (file, name) = (format!("/dev/nvidia{minor}"), printable(&device.addr));
             lines += &format!("Name=gpu Type={kind} MultipleFiles={file},{file} Flags=no_gpu_env # {name}\n");
         }
@@ -75,7 +76,7 @@ fn gres_conf(devices: &[Listed<Device>]) -> Result<String, Problem> {
     ))
 }
 
-/// The type that Slurm has for a slice: the model and the memory, as in `h200_sxm_141gb.35gb`.
+/// The type of a slice in Slurm, from the model and the memory: `h200_sxm_141gb.35gb`.
 fn kind(device: &Device) -> String {
     let model = device.model.as_deref().or(device.nvidia_name.as_deref()).unwrap_or("gpu");
     let plain = |c: char| if c.is_ascii_alphanumeric() { c.to_ascii_lowercase() } else { '_' };
@@ -86,12 +87,12 @@ fn kind(device: &Device) -> String {
     }
 }
 
-/// The beginning of the name of a Slurm job's control group; the job's number follows.
+/// The beginning of the name of a Slurm job's control group. The number of the job follows.
 const JOB: &str = "job_";
 
-/// The control group and the name for people of the Slurm job that contains this process, which runs as a Prolog script in the
-/// job. None if Slurm has given the job no slice: most jobs of a cluster need no GPU, and
-/// may run on hosts on which no job can be bound to slices.
+/// The control group of the Slurm job that contains this process, and a name of the job for people. A Prolog script of Slurm
+/// starts this process inside the job. None if Slurm has given the job no slice: most jobs need no GPU, and may run on hosts
+/// where no job can be bound to slices.
 pub(super) fn job() -> Result<Option<(String, String)>, Problem> {
     if numbers().is_none() {
         return Ok(None);
@@ -108,7 +109,7 @@ pub(super) fn job() -> Result<Option<(String, String)>, Problem> {
     Ok(Some((control_group.to_owned(), format!("job {number}"))))
 }
 
-/// The control group of the job that contains a control group, and the number of the job.
+/// The control group and the number of the Slurm job whose control group contains the control group `path`.
 fn job_of(path: &str) -> Option<(&str, &str)> {
     let (before, from) = path.split_at(path.find(&format!("/{JOB}"))? + 1);
     let name = from.split('/').next()?;
@@ -116,8 +117,7 @@ fn job_of(path: &str) -> Option<(&str, &str)> {
     Some((path.get(..before.len() + name.len())?, number))
 }
 
-/// The numbers of the slices that Slurm has given to the step or the job of this process. None if Slurm has given the step and
-/// the job no slice.
+/// None if Slurm has given no slice to the step or the job of this process.
 fn numbers() -> Option<String> {
     GIVEN.iter().find_map(|name| env::var(name).ok().filter(|numbers| !numbers.is_empty()))
 }
@@ -139,7 +139,7 @@ pub(super) fn given() -> Result<Vec<String>, Problem> {
     named(&numbers, &String::from_utf8_lossy(&lines))
 }
 
-/// The names of slices for these numbers, from the comments of the lines of gres.conf.
+/// Finds the names of the slices with these numbers in the comments of gres.conf.
 fn named(numbers: &str, lines: &str) -> Result<Vec<String>, Problem> {
     let lines: Vec<&str> =
         lines.lines().map(str::trim).filter(|line| !line.is_empty() && !line.starts_with('#')).collect();

@@ -1,10 +1,10 @@
-//! NVIDIA's container toolkit, as far as files show that it is installed.
+//! Finds NVIDIA's container toolkit by its files.
 
 use std::path::Path;
 
 use common::config::below;
 
-/// Files that show that the toolkit is installed.
+/// The toolkit is installed if one of these files exists.
 const FILES: [&str; 5] = [
     "/usr/bin/nvidia-container-runtime",
     "/usr/bin/nvidia-container-runtime-hook",
@@ -13,12 +13,11 @@ const FILES: [&str; 5] = [
     "/etc/nvidia-container-runtime/config.toml",
 ];
 
-/// The directory in which CUDA looks for a control daemon by default. On a host without the platform, no setting makes CUDA look
-/// for control daemons in another directory by default. If `/tmp/nvidia-mps` exists, NVIDIA's container toolkit mounts it into
-/// every container with a GPU.
+/// The directory in which CUDA looks for a control daemon by default. If this directory exists on the host, NVIDIA's container
+/// toolkit mounts it into every container with a GPU.
 pub(super) const WHERE_CUDA_LOOKS: &str = "/tmp/nvidia-mps";
 
-/// The first file of the toolkit that exists. None if the toolkit is not installed.
+/// A file of the toolkit. None if the toolkit is not installed.
 pub(super) fn installed(sysroot: &Path) -> Option<&'static str> {
     FILES.into_iter().find(|file| below(sysroot, Path::new(file)).exists())
 }

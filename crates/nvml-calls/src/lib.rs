@@ -1,5 +1,5 @@
-//! Functions of NVML that nvml-wrapper does not have yet, or that it calls with buffers that are too small. The functions are
-//! looked up by name in the library that nvml-wrapper has loaded. The service has no other unsafe code.
+//! Functions of NVML that nvml-wrapper lacks, or that it calls with buffers that are too small. The functions are found by name
+//! in the library that nvml-wrapper has loaded. The service has no other unsafe code.
 
 #![allow(unsafe_code, reason = "the functions of a library in C")]
 
@@ -14,7 +14,7 @@ use nvml_wrapper::error::NvmlError;
 /// The function of NVML with this name.
 ///
 /// # Safety
-/// `nvml.h` declares it with the type `F`, and the caller does not use it after NVML is closed.
+/// `nvml.h` must declare the function with the type `F`. The caller must not use the function after NVML is closed.
 unsafe fn function<F: Copy>(device: &Device<'_>, name: &CStr) -> Result<F, NvmlError> {
     // SAFETY: the caller guarantees that `nvml.h` declares the function with this type.
     let found = unsafe { device.nvml().lib().__library.get::<F>(name.to_bytes_with_nul()) };

@@ -1,8 +1,8 @@
-//! The memory limit of a control group on a GPU, by NVML's functions `nvmlDeviceSetMemoryLimits_v1` and
+//! Sets and reads the memory limit of a control group on a GPU, by NVML's functions `nvmlDeviceSetMemoryLimits_v1` and
 //! `nvmlDeviceGetMemoryLimits_v1` of driver 615 (`nvml.h` of CUDA 13.4).
 //!
-//! Only the hard limit is set. The soft limit reserves memory, and when the control group is removed, its ancestors would keep
-//! the reservation.
+//! Only the hard limit is set. The soft limit reserves memory. After the control group is removed, its ancestors would still
+//! have the reservation.
 
 use std::ffi::{CStr, CString, c_char, c_uint, c_ulonglong, c_void};
 use std::os::unix::ffi::OsStrExt;
@@ -16,19 +16,16 @@ use crate::function;
 /// The limit that NVML reports for a control group without a limit.
 pub const NO_LIMIT: u64 = u64::MAX;
 
-/// The limit of a control group on a GPU, and its use, in bytes.
+/// In bytes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct MemoryLimit {
-    /// The most memory that the control group may use.
     pub limit: u64,
-    /// The memory that is reserved for the control group.
     pub reserved: u64,
-    /// The memory that counts against the limit.
     pub used: u64,
 }
 
-/// The struct `nvmlGetMemoryLimits_v1_t` of `nvml.h`. The struct `nvmlSetMemoryLimits_v1_t` has the same fields without the last
-/// one, so NVML reads only the beginning of this struct when a limit is set.
+/// The struct `nvmlGetMemoryLimits_v1_t` of `nvml.h`. The struct `nvmlSetMemoryLimits_v1_t` has the same fields except for the
+/// last one, so the same struct can be passed to both functions.
 #[repr(C)]
 struct Limits {
     group: *const c_char,
@@ -41,7 +38,7 @@ struct Limits {
 /// the nearest ancestor.
 ///
 /// # Errors
-/// An error of NVML, or NVML does not have the function.
+/// NVML returns an error, or lacks the function.
 pub fn read(device: &Device<'_>, group: &Path) -> Result<MemoryLimit, NvmlError> {
     let group = directory(group)?;
     let mut found = Limits { group: group.as_ptr(), soft: 0, hard: NO_LIMIT, used: 0 };
@@ -52,7 +49,7 @@ pub fn read(device: &Device<'_>, group: &Path) -> Result<MemoryLimit, NvmlError>
 /// Sets the limit of the control group with this directory, in bytes. Only root may set a limit.
 ///
 /// # Errors
-/// An error of NVML, or NVML does not have the function.
+/// NVML returns an error, or lacks the function.
 pub fn set(device: &Device<'_>, group: &Path, limit: u64) -> Result<(), NvmlError> {
     let group = directory(group)?;
     let mut wanted = Limits { group: group.as_ptr(), soft: 0, hard: limit, used: 0 };
@@ -63,11 +60,10 @@ fn directory(group: &Path) -> Result<CString, NvmlError> {
     CString::new(group.as_os_str().as_bytes()).map_err(|_| NvmlError::InvalidArg)
 }
 
-/// Calls one of NVML's functions for the memory limits of a GPU.
 fn call(device: &Device<'_>, name: &CStr, limits: &mut Limits) -> Result<(), NvmlError> {
     type Function = unsafe extern "C" fn(*mut c_void, *mut Limits) -> c_uint;
-    // SAFETY: `Function` is the type of both functions for memory limits in nvml.h: `Limits` is the struct of one function, and
-    // begins with the struct of the other. A `nvmlDevice_t` is a pointer. The struct and the text in it live until the function
+    // SAFETY: `Function` is the type of both functions in `nvml.h`. `Limits` is the struct of one function, and begins with the
+    // struct of the other function. An `nvmlDevice_t` is a pointer. The struct and the text in it live until the function
     // returns, and NVML does not store pointers to them. The device lives as long as NVML.
     nvml_try(unsafe { function::<Function>(device, name)?(device.handle().cast(), limits) })
 }

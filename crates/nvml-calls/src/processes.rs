@@ -1,6 +1,6 @@
-//! The lists of the processes on a GPU. Some drivers write longer records than `nvml.h` declares, although the function has the
-//! same name, and return only the number of records. So the buffer has room for more than twice as many records as requested, and
-//! the content is checked for both lengths of a record.
+//! Reads NVML's lists of the processes on a GPU. Some drivers write longer records than `nvml.h` declares, under the same
+//! function name. NVML returns only the number of records and not their length. So the buffer has room for twice as many
+//! records as requested, and the content is checked for both lengths.
 
 use std::collections::BTreeMap;
 use std::ffi::{CStr, c_uint, c_void};
@@ -16,25 +16,23 @@ pub const RECORD: usize = 24;
 /// The length of a record that some drivers write: eight more bytes at its end.
 pub const LONG_RECORD: usize = 32;
 
-/// The number of processes that may start on the GPU between the question for their number and the list itself.
+/// The number of processes that may start on the GPU between the call for their number and the call for the list.
 const NEWCOMERS: usize = 16;
 
-/// The value that NVML writes for memory that it does not know.
+/// NVML writes this value if it does not know the memory of a process.
 const NOT_KNOWN: u64 = u64::MAX;
 
 /// Limits for a valid record: the largest PID of Linux, and more memory than any GPU has.
 const LAST_PID: u32 = 1 << 22;
 const TOO_MUCH: u64 = 1 << 50;
 
-/// The processes on a GPU: the memory of each process in bytes, by PID. None if NVML does not know the memory.
+/// The memory of each process in bytes, by PID. None if NVML does not know the memory.
 pub type Processes = BTreeMap<u32, Option<u64>>;
 
-/// The reason why NVML has returned no usable list.
 #[derive(Debug)]
 pub enum NotListed {
-    /// NVML has returned an error.
     Refused(NvmlError),
-    /// NVML has written something that can't be records of processes.
+    /// The bytes that NVML has written can't be records of processes.
     Unreadable,
 }
 
@@ -48,23 +46,22 @@ impl From<NvmlError> for NotListed {
 /// valid with this length, the other length is tried.
 ///
 /// # Errors
-/// An error of NVML, or the list is not valid with either length.
+/// NVML returns an error, or the list is not valid with either length.
 pub fn with_context(device: &Device<'_>, record: usize) -> Result<Processes, NotListed> {
     read(device, c"nvmlDeviceGetComputeRunningProcesses_v3", record)
 }
 
-/// The clients of MPS servers on the GPU. `record` is as for [`with_context`].
+/// The clients of MPS servers on the GPU. `record` is the same as for [`with_context`].
 ///
 /// # Errors
-/// As for [`with_context`].
+/// The same as for [`with_context`].
 pub fn mps_clients(device: &Device<'_>, record: usize) -> Result<Processes, NotListed> {
     read(device, c"nvmlDeviceGetMPSComputeRunningProcesses_v3", record)
 }
 
-/// Calls a function of NVML for a list of processes.
 fn read(device: &Device<'_>, name: &CStr, record: usize) -> Result<Processes, NotListed> {
     type Function = unsafe extern "C" fn(*mut c_void, *mut c_uint, *mut c_void) -> c_uint;
-    // SAFETY: `Function` is the type of both functions for lists of processes in nvml.h: the device, the number of records, and
+    // SAFETY: `Function` is the type of both functions in `nvml.h`. The parameters are the device, the number of records, and
     // the buffer.
     let (function, handle): (Function, _) = unsafe { (function(device, name)?, device.handle().cast()) };
     let mut count: c_uint = 0;
@@ -75,10 +72,10 @@ fn read(device: &Device<'_>, name: &CStr, record: usize) -> Result<Processes, No
     }
     let told = usize::try_from(count).unwrap_or(0).saturating_add(NEWCOMERS);
     count = c_uint::try_from(told).map_err(|_| NvmlError::InsufficientSize(None))?;
-    // The buffer consists of u64, so that it has the alignment of a record.
+    // A buffer of u64 has the alignment of a record.
     let mut room = vec![0_u64; told * 2 * RECORD / size_of::<u64>()];
     // SAFETY: the function and the device are those of the first call above. The buffer has room for twice as many records as
-    // NVML was told, and NVML writes only integers.
+    // NVML may write, and NVML writes only integers.
     nvml_try(unsafe { function(handle, &raw mut count, room.as_mut_ptr().cast()) })?;
     let bytes: Vec<u8> = room.iter().flat_map(|word| word.to_ne_bytes()).collect();
     let count = usize::try_from(count).ok().filter(|count| *count <= told).ok_or(NotListed::Unreadable)?;
@@ -87,7 +84,7 @@ fn read(device: &Device<'_>, name: &CStr, record: usize) -> Result<Processes, No
     explained.ok_or(NotListed::Unreadable)
 }
 
-/// The processes in records of this length. None if the records are not valid, or if bytes other than zero follow.
+/// The processes in records of the length `record`. None if the records are not valid, or if bytes other than zero follow.
 fn explained(bytes: &[u8], count: usize, record: usize) -> Option<Processes> {
     let (records, rest) = bytes.split_at_checked(count.checked_mul(record)?)?;
     let process = |bytes: &[u8]| {
@@ -149,7 +146,7 @@ mod tests {
                 assert_eq!(explained(&written(&[nonsense], record), 1, record), None, "{nonsense:?}");
             }
         }
-        // Refused are records of 40 bytes, and more records than the buffer can contain.
+        // Records of 40 bytes are refused, and so are more records than the buffer can contain.
         for record in [RECORD, LONG_RECORD] {
             assert_eq!(explained(&written(&processes(3), 40), 4, record), None);
             assert_eq!(explained(&written(&[], RECORD), usize::MAX, record), None);

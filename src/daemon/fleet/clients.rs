@@ -1,4 +1,4 @@
-//! The clients of the control daemons: their slices, and which clients would end with which control daemon.
+//! The clients of the control daemons: their slices, and the clients that would end with a control daemon.
 
 use std::collections::BTreeSet;
 use std::time::Duration;
@@ -18,18 +18,18 @@ use common::host::identity;
 use common::membership::Slices;
 use common::state_file::Running;
 
-/// The longest time for each question about the clients before control daemons are ended. An answer takes milliseconds, and a
-/// question must not delay the end of the control daemons.
+/// The longest wait for each question about clients before control daemons are ended. An answer takes milliseconds, and a
+/// missing answer must not delay the end.
 const PATIENCE: Duration = Duration::from_secs(3);
 
 impl Fleet {
-    /// The statuses of all control daemons, including the control daemons that are about to end.
+    /// Includes the control daemons that are about to end.
     pub(crate) fn statuses(&self) -> Vec<Status> {
         self.ask_all(SupervisorHandle::status)
     }
 
-    /// The slices of all control daemons, ordered or running. A control daemon that no longer fits its order goes on
-    /// as long as it has clients, and the containers of these clients have its directories.
+    /// The slices of all control daemons, ordered or running. A control daemon that no longer fits its order serves its clients
+    /// to their end, and the containers of these clients still have its directories.
     pub(crate) fn slices(&self) -> Slices {
         let statuses = self.ask_all(SupervisorHandle::status);
         let conducted = self.conductor.lock();
@@ -46,18 +46,18 @@ impl Fleet {
             .recorded_in(&self.servers_path)
     }
 
-    /// The control daemons that a stop of the service ends: every control daemon of the service that runs, taken over or not.
+    /// The control daemons that a stop of the service ends: all that run, even if the service has not taken them over.
     pub(crate) fn ended_by_stop(&self) -> Vec<DaemonId> {
         self.doomed(|_| true)
     }
 
-    /// The control daemons that end with a configuration that disables MPS. A control daemon that already waits for the end of
-    /// its clients does not end yet: it keeps its clients, and the state of the service says that it waits.
+    /// The control daemons that end when the configuration disables MPS. A control daemon that already waits for the end of its
+    /// clients is not among them, and goes on until then.
     pub(crate) fn ended_by_disabling(&self) -> Vec<DaemonId> {
         self.doomed(|id| self.conductor.lock().core.goal(id).is_none_or(|goal| goal == Goal::Serve))
     }
 
-    /// The control daemons that `apply --force` ends, to make the changes that wait for the end of clients.
+    /// The control daemons that `apply --force` ends: those with a change that waits for the end of clients.
     pub(crate) fn ended_by_force(&self) -> Vec<DaemonId> {
         self.doomed(|id| self.status(id).is_some_and(|status| status.shown.ends_when_idle))
     }
@@ -68,7 +68,7 @@ impl Fleet {
         ours.map(|(id, _)| id).collect()
     }
 
-    /// The clients of these control daemons, and the clients that wait for a server of these control daemons.
+    /// The clients of these control daemons, including clients that wait for a server.
     pub(crate) async fn users_of(&self, daemons: &[DaemonId]) -> Vec<KnownClient> {
         let clients = &self.tools.clients;
         let (mut gpus, mut pids, mut asked) = (BTreeSet::new(), BTreeSet::new(), JoinSet::new());
@@ -86,23 +86,21 @@ impl Fleet {
         }
         asked.join_all().await;
         pids.extend(daemons.iter().flat_map(|id| clients.at_work(id)));
-        // The driver may know a client whose line in the log of the control daemon was not read yet, so NVML is asked too.
+        // The driver may know a client whose line in the control daemon's log was not read yet, so NVML is asked too.
         let gpus: Vec<String> = gpus.into_iter().collect();
         let registered: BTreeSet<u32> = clients.served().iter().map(|(_, process, _)| process.pid).collect();
         let there = timeout(PATIENCE, self.tools.nvml.mps_clients(&gpus)).await.unwrap_or_default();
         pids.extend(there.into_values().flatten().flatten().filter(|pid| !registered.contains(pid)));
-        // If a process can't be looked at in time, the earlier entry of the process in the register is used.
+        // If a process can't be examined in time, the register's earlier facts are used.
         let _ = timeout(PATIENCE, clients.look_up_anew(pids.iter().copied())).await;
         let known = pids.into_iter().map(|pid| clients.last_with(pid));
         known.filter(|client| identity::runs(client.process)).collect()
     }
 
-    /// Every control daemon that may have clients.
     pub(crate) fn with_clients(&self) -> Vec<ClientsDaemon> {
         self.conductor.with_clients()
     }
 
-    /// The function that returns every control daemon that may have clients, for tasks that run beside the main loop.
     pub(crate) fn finds_clients(&self) -> impl Fn() -> Vec<ClientsDaemon> + Send + Sync + 'static {
         let conductor = self.conductor.clone();
         move || conductor.with_clients()
@@ -113,7 +111,6 @@ impl Fleet {
     }
 }
 
-/// Asks a control daemon that was not taken over for its clients, and records the clients in the register.
 async fn ask_for_clients(id: DaemonId, pid: u32, control: Control, clients: Clients) {
     let why = match timeout(PATIENCE, control.client_pids(&[])).await {
         _ if control.daemon_pid() != Some(pid) => {

@@ -1,4 +1,4 @@
-//! `mps_core::Core`, which decides about the control daemons, and the tasks that carry out its acts.
+//! Passes events to `mps_core::Core`, which decides about the control daemons, and has supervisors carry out its acts.
 
 use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -24,11 +24,10 @@ pub(super) struct Conductor {
     moved: Arc<Notify>,
 }
 
-/// The core, and the supervisors that carry out its acts.
 #[derive(Debug)]
 pub(super) struct Conducted {
     pub(super) core: Core<ControlDaemonPlan>,
-    /// The supervisors. A control daemon that waits for its GPUs has no supervisor yet.
+    /// A control daemon that waits for its GPUs has no supervisor yet.
     pub(super) supervisors: BTreeMap<DaemonId, SupervisorHandle>,
     tools: Tools,
     events: mpsc::UnboundedSender<CoreEvent<ControlDaemonPlan>>,
@@ -54,8 +53,8 @@ impl Conductor {
         self.conducted.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Every control daemon that may have clients: each control daemon of the service that runs, taken over or not, and
-    /// any foreign control daemon that listens in its place.
+    /// Returns each control daemon of the service that runs, even if it was not taken over. Also returns foreign control
+    /// daemons that listen in directories of the service.
     pub(super) fn with_clients(&self) -> Vec<ClientsDaemon> {
         let Conducted { core, supervisors, tools, .. } = &*self.lock();
         let followed = supervisors.iter().filter(|(id, _)| core.goal(id).is_some());
@@ -76,14 +75,13 @@ impl Conductor {
         all
     }
 
-    /// Gives an event to the core, and has the supervisors carry out the resulting acts.
     pub(super) fn on(&self, event: CoreEvent<ControlDaemonPlan>) {
         self.lock().on(event);
         self.moved.notify_one();
     }
 
-    /// Gives the core the results of acts, and an event at each moment for which the core waits. The main loop is notified after
-    /// each event.
+    /// Gives the core the results of acts, and `CoreEvent::Due` at each moment for which the core waits. The main loop is
+    /// notified after each event.
     async fn pass_on(
         self,
         mut happened: mpsc::UnboundedReceiver<CoreEvent<ControlDaemonPlan>>,
@@ -163,7 +161,6 @@ impl Conducted {
         }
     }
 
-    /// Changes a compute mode in a separate task.
     fn see_to_mode<F>(&self, gpu: String, what: impl FnOnce(String) -> F)
     where
         F: Future<Output = ModeOutcome> + Send + 'static,
@@ -172,7 +169,7 @@ impl Conducted {
         let done = what(gpu.clone());
         tokio::spawn(async move {
             let outcome = done.await;
-            // Sending fails only when the receiver is dropped, at the end of the service.
+            // Sending fails only at the end of the service, when the receiver is dropped.
             let _ = events.send(CoreEvent::ModeDone { gpu, outcome });
         });
     }

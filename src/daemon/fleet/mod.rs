@@ -1,5 +1,5 @@
-//! The control daemons of a plan: some serve, some are about to end, some wait until their GPUs are free. The core decides if a
-//! control daemon serves, ends or waits, and the supervisors carry out the decisions.
+//! The control daemons of the plan and of earlier plans. The core decides if a control daemon serves, ends, or waits for its
+//! GPUs, and the supervisors carry out the decisions.
 
 mod clients;
 mod conductor;
@@ -24,19 +24,17 @@ use common::plan::{self, Configured, Plan};
 use common::state_file::Running;
 use conductor::{Conducted, Conductor};
 
-/// The most processes without MPS whose end is awaited; the health check notices the end of further processes.
+/// The most programs without MPS whose end the service awaits. The health check notices the end of further programs.
 const HOLDERS: usize = 64;
 
-/// The supervisors, and all other tasks about GPUs.
 #[derive(Debug)]
 pub(super) struct Fleet {
     tools: Tools,
     conductor: Conductor,
-    /// Tasks that wait for the end of processes that prevent the start of a server.
+    /// Each task waits for the end of a program without MPS that prevents the start of a server.
     holders: JoinSet<()>,
-    /// Tasks that answer requests to make changes which wait for the end of clients.
+    /// Tasks that carry out `apply --force` and answer the caller.
     forced: Vec<JoinHandle<()>>,
-    /// The directory of the host agent's records.
     servers_path: PathBuf,
 }
 
@@ -55,14 +53,12 @@ impl Fleet {
         &self.tools
     }
 
-    /// Makes the control daemons match a plan.
     pub(super) fn pursue(&mut self, plan: &Plan, settings: &Settings) {
         let mps = if settings.enabled { MpsSwitch::On } else { MpsSwitch::TurnedOff };
         self.pursue_with(mps, plan, settings);
     }
 
-    /// Finds the control daemons that an earlier service has left, for a start with MPS disabled, when there is no
-    /// plan.
+    /// Finds the control daemons that an earlier service has started, for a start with MPS disabled, when there is no plan.
     pub(super) fn pursue_nothing(&mut self, settings: &Settings) {
         self.pursue_with(MpsSwitch::OffAtStart, &Plan::default(), settings);
     }
@@ -71,8 +67,8 @@ impl Fleet {
         self.servers_path.clone_from(&settings.supervision.servers_path);
         let sets_modes = settings.enabled && settings.supervision.set_compute_mode;
         let held = plan.gpus.iter().filter(|gpu| !gpu.holders().is_empty());
-        // The holders are processes that use a GPU without MPS, so that the GPU can't be served. When a holder ends, the service
-        // looks at the host again.
+        // A holder is a process that uses a GPU without MPS, so that the GPU can't be served. When a holder ends, the main loop
+        // scans the host again.
         self.holders = JoinSet::new();
         for (pid, _) in held.clone().flat_map(plan::GpuPlan::holders).take(HOLDERS) {
             self.holders.spawn(process::ended(*pid));
@@ -87,7 +83,6 @@ impl Fleet {
         }));
     }
 
-    /// The orders for the control daemons in the state file that the plan does not need.
     fn left(&self, plan: &Plan, settings: &Settings) -> Vec<Order<plan::ControlDaemonPlan>> {
         let supervision = Arc::new(settings.supervision.clone());
         let state_file = self.tools.state_file.lock();
@@ -98,12 +93,10 @@ impl Fleet {
         unwanted.map(|(id, running)| order(leftover(id, running, plan, &supervision))).collect()
     }
 
-    /// Returns when a process that prevented the start of a server has ended.
     pub(super) async fn holder_ended(&mut self) -> Option<()> {
         self.holders.join_next().await.map(|_| ())
     }
 
-    /// True if an earlier service has left control daemons or compute modes.
     pub(super) fn has_leftovers(&self) -> bool {
         let state_file = self.tools.state_file.lock();
         !state_file.control_daemons().is_empty() || !state_file.changed_gpus().is_empty()
@@ -126,7 +119,6 @@ impl Fleet {
         Moment { now: self.tools.begun.elapsed(), statuses, leaving, held: core.kept(), starting, settled }
     }
 
-    /// Asks the question to each supervisor whose control daemon has a wanted goal.
     fn ask_those<T>(
         &self,
         wanted: impl Fn(Goal) -> bool,
@@ -137,17 +129,14 @@ impl Fleet {
         wanted.map(|(_, supervisor)| question(supervisor)).collect()
     }
 
-    /// Asks the question to all supervisors.
     fn ask_all<T>(&self, question: impl Fn(&SupervisorHandle) -> T) -> Vec<T> {
         self.ask_those(|_| true, question)
     }
 
-    /// Has the supervisors check every control daemon now.
     pub(super) fn check_all(&self) {
         self.ask_all(SupervisorHandle::check);
     }
 
-    /// Reports a critical error of a GPU to the supervisor of its control daemon.
     pub(super) fn met_xid(&self, uuid: &str, xid: u64) {
         self.ask_all(|supervisor| {
             if supervisor.status().shown.gpus.contains_key(uuid) {
@@ -156,37 +145,36 @@ impl Fleet {
         });
     }
 
-    /// Ends all control daemons with their clients, including those that have no supervisor yet, and restores the compute modes.
+    /// Ends all control daemons with their clients, including those that have no supervisor yet, and restores the compute
+    /// modes.
     pub(super) fn stop(&mut self, settings: &Settings) {
         self.holders = JoinSet::new();
         let left = self.left(&Plan::default(), settings);
         self.conductor.on(CoreEvent::Stop { left });
     }
 
-    /// Leaves all control daemons and their clients to the next service.
+    /// The control daemons and their clients go on, and the next service takes them over.
     pub(super) fn leave(&mut self) {
         self.holders = JoinSet::new();
         self.conductor.on(CoreEvent::Leave);
     }
 
-    /// True if nothing is left to do after [`Fleet::stop`] or [`Fleet::leave`].
+    /// True if all acts are done that [`Fleet::stop`] or [`Fleet::leave`] has caused.
     pub(super) fn has_stopped(&self) -> bool {
         self.conductor.lock().core.is_at_rest()
     }
 
-    /// The GPUs of control daemons that an earlier service has started, by UUID.
     pub(super) fn gpus_left(&self) -> Vec<String> {
         let state_file = self.tools.state_file.lock();
         state_file.control_daemons().values().flat_map(|one| one.gpus.clone()).collect()
     }
 
-    /// True if a control daemon is being ended together with its clients.
     pub(super) fn is_ending_one(&mut self) -> bool {
         self.forced.retain(|order| !order.is_finished());
         !self.forced.is_empty() || !self.ask_those(|goal| matches!(goal, Goal::Stop(_)), |_| ()).is_empty()
     }
 
-    /// Makes the changes that wait for the end of clients, with `force` at once. The answer comes from a separate task, since
+    /// Makes the changes that wait for the end of clients, with `force` at once. A separate task gives the answer, since
     /// control daemons need some time to end.
     pub(super) fn apply(&mut self, force: bool, reply: Reply<()>) {
         let asked = self.ask_all(|supervisor| {
@@ -215,8 +203,8 @@ impl Fleet {
         }
     }
 
-    /// Makes and removes the links to all running control daemons of the service, after the state file's list of
-    /// closed slices has changed. The error names the links that can't be removed.
+    /// Adapts the links to all running control daemons of the service after a change of the closed slices in the state file.
+    /// The error names the links that can't be removed.
     pub(super) fn link(&self) -> Result<(), String> {
         let (running, closed) = {
             let state_file = self.tools.state_file.lock();
@@ -231,7 +219,6 @@ impl Fleet {
         if stuck.is_empty() { Ok(()) } else { Err(stuck.into_iter().collect::<Vec<_>>().join("; ")) }
     }
 
-    /// Replaces the server of a control daemon that serves `gpu`.
     pub(super) fn restart_server(&self, id: &DaemonId, gpu: &str, reply: Reply<()>) {
         let Conducted { core, supervisors, .. } = &*self.conductor.lock();
         let serving = supervisors.get(id).filter(|_| core.goal(id) == Some(Goal::Serve));
@@ -270,7 +257,7 @@ fn order(plan: plan::ControlDaemonPlan) -> Order<plan::ControlDaemonPlan> {
     }
 }
 
-/// A plan for a running control daemon that is in no plan any more, from the facts that the state file has.
+/// Makes a plan, from the state file, for a running control daemon that is in no plan any more.
 fn leftover(
     id: &DaemonId,
     running: &Running,

@@ -6,8 +6,8 @@ use common::host::driver::is_unknown_command;
 use mps_core::mps::{Client, ClientPids, ServerStatus};
 use mps_core::tenants::ClientEnd;
 
-/// Parses an answer with one list of PIDs after another, each after a line with a percentage: the clients of each server in
-/// `servers`, and at the end all servers. A server that has ended has no clients.
+/// Parses an answer with several lists of PIDs, each after a line with a percentage. The lists are the clients of each server
+/// in `servers`, and at the end all servers. A server that has ended has no clients.
 pub(super) fn parse_client_lists(
     answer: &str,
     servers: &BTreeSet<u32>,
@@ -36,7 +36,6 @@ pub(super) fn parse_status(answer: &str) -> Option<ServerStatus> {
     }
 }
 
-/// Parses the answer to `terminate_client`: a line `0`, or a reason and a line `1`.
 pub(super) fn parse_terminated(answer: &str) -> Option<ClientEnd> {
     let mut lines = answer.lines().map(str::trim).filter(|line| !line.is_empty());
     let reason = lines.next()?;
@@ -81,7 +80,7 @@ mod tests {
     use super::super::error::unexpected;
     use super::*;
 
-    // The answers below were recorded with the control daemons of drivers 535, 550, 555 and 580.
+    // The answers in these tests were recorded from the control daemons of drivers 535, 550, 555 and 580.
 
     #[test]
     fn server_statuses() {
@@ -123,7 +122,7 @@ mod tests {
         assert_eq!(parsed(answer, &[939, 944]), Some((clients, servers)));
         let gone = ClientPids::from([(1, BTreeSet::new())]);
         assert_eq!(parsed("100.0\nServer 1 not found\n100.0", &[1]), Some((gone, BTreeSet::new())));
-        // An answer that is incomplete, or comes from another program, is refused.
+        // An incomplete answer, or an answer of another program, is refused.
         for other in ["", "939", "100.0\n1153", "100.0\ngarbage\n100.0\n939", "1153\n100.0\n939"] {
             assert_eq!(parsed(other, &[939]), None, "{other:?}");
         }

@@ -4,10 +4,8 @@ use std::io;
 use std::path::PathBuf;
 use std::time::Duration;
 
-/// The most characters of an unexpected answer that a message shows.
 const SHOWN_CHARACTERS: usize = 200;
 
-/// The reason why a command to a control daemon had no verified effect.
 #[derive(Debug, thiserror::Error)]
 pub enum ControlError {
     #[error("{program}: {source}")]
@@ -21,16 +19,14 @@ pub enum ControlError {
     /// The control daemon has not answered in time: it hangs or is stopped.
     #[error("the control daemon did not answer `{command}` within {seconds} s", seconds = after.as_secs())]
     Silent { command: String, after: Duration },
-    /// The control daemon has not answered a command that always has an answer. After a hang, a control daemon closes the waiting
-    /// connections without an answer.
+    /// The control daemon has not answered a command that always has an answer. After a hang, a control daemon closes the
+    /// waiting connections without an answer.
     #[error("the control daemon gave no answer to `{command}`")]
     Unanswered { command: String },
-    /// The answer is none of the possible answers to the command.
     #[error("`{command}` was answered with {answer:?}, expected {expected}")]
     Unexpected { command: String, answer: String, expected: String },
 }
 
-/// The command that error messages name for a series of commands: the last one.
 pub(super) fn name(commands: &str) -> String {
     commands.lines().next_back().unwrap_or_default().to_owned()
 }

@@ -19,19 +19,19 @@ use common::host::driver::{PROTOCOL, finds_no_control_daemon};
 const SENDS: u32 = 20;
 const SEND_PAUSE: Duration = Duration::from_millis(25);
 
-/// The time for which the service waits for the end of a front end before it reads the answer. Measured: 2 ms.
+/// The time that the service waits for the end of a front end before it reads the answer. Measured: 2 ms.
 const ANSWER_TIME: Duration = Duration::from_millis(20);
 
-/// The most bytes of an answer: an answer has a few lines per client.
+/// The most bytes of an answer. An answer has a few lines per client.
 const ANSWER_MAX_BYTES: usize = 1 << 20;
 
-/// The queue of front ends for one pipe directory. A front end runs while its caller has the lock; other callers wait
-/// in the order in which they came.
+/// The queue of front ends for one pipe directory. A front end runs while its caller has the lock. Other callers wait in the
+/// order in which they came.
 pub(super) type Queue = Mutex<()>;
 
 impl Control {
-    /// Repeats a command until the control daemon accepts it. Every local user may run a front end at the same time, so a single
-    /// attempt may fail.
+    /// Repeats a command until the control daemon accepts it. Every local user may run a front end at the same time, and a
+    /// single attempt may then fail.
     pub(super) async fn send(&self, command: &str) -> Result<String, ControlError> {
         for _ in 0..SENDS {
             if let Some(answer) = self.run(command).await? {
@@ -42,8 +42,8 @@ impl Control {
         Err(ControlError::Unanswered { command: name(command) })
     }
 
-    /// Runs the front end with one command and returns its output without the last newline. None if the control daemon
-    /// did not accept the command.
+    /// Runs the front end with one command and returns its output without the last newline. None if the control daemon did not
+    /// accept the command.
     async fn run(&self, command: &str) -> Result<Option<String>, ControlError> {
         let not_run = |source| ControlError::NotRun { program: self.program.clone(), source };
         let (stdout, its_stdout) = io::pipe().map_err(not_run)?;
@@ -54,19 +54,19 @@ impl Control {
             .stdin(Stdio::piped())
             .stdout(its_stdout)
             .stderr(its_stderr)
-            // If the control daemon is stopped by a signal, its front end waits for ever. The front end is killed when the
-            // caller gives up.
+            // If a signal has stopped the control daemon, its front end waits for ever. The front end is killed when the caller
+            // gives up.
             .kill_on_drop(true)
             .spawn()
             .map_err(not_run)?;
         if let Some(mut stdin) = front_end.stdin.take() {
-            // A front end that finds no control daemon may end before it reads the command, so an error of the write is
-            // ignored: the reason is in the output.
+            // A front end that finds no control daemon may end before it reads the command. So an error of the write is
+            // ignored, and the output has the reason.
             let _ = stdin.write_all(format!("{command}\n").as_bytes()).await;
         }
-        // The front end writes each line separately, and reading each would wake the service once a line. So the pipes are
-        // read after the front end has ended. The pipes are also read after `ANSWER_TIME`: an answer that is larger than a
-        // pipe keeps the front end from ending.
+        // The front end writes each line separately, and a read of each line would wake the service once a line. So the pipes
+        // are read after the front end has ended. They are also read after `ANSWER_TIME`, since an answer that is larger than a
+        // pipe prevents the front end from ending.
         let _ = timeout(ANSWER_TIME, front_end.wait()).await;
         let (stdout, stderr) = tokio::try_join!(read(stdout), read(stderr)).map_err(not_run)?;
         let answer = String::from_utf8_lossy(&stdout);
@@ -93,7 +93,7 @@ impl Control {
     }
 }
 
-/// Reads the output of a front end, up to one byte more than the longest allowed answer.
+/// Reads one byte more than the longest allowed answer, so that the caller notices a longer answer.
 async fn read(pipe: PipeReader) -> io::Result<Vec<u8>> {
     let mut bytes = Vec::new();
     let pipe = Receiver::from_owned_fd(pipe.into())?;

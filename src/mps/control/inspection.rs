@@ -1,5 +1,5 @@
-//! The commands that ask a control daemon about its servers and limits and set the limits, and the parsing of the answers.
-//! The service sends several commands to the control daemon in one conversation.
+//! The commands that read and set a control daemon's limits and list its servers, and the parsing of the answers. Several
+//! commands go to the control daemon in one conversation.
 
 use std::collections::BTreeMap;
 use std::fmt::Write as _;
@@ -11,12 +11,10 @@ use mps_core::mps::{Inspection, Limits};
 use super::SERVERS;
 use super::answers::parse_status;
 
-/// The most characters of a limit that a message shows.
 const SHOWN_CHARACTERS: usize = 40;
 
-/// The limits to ask a control daemon for: of each server in `at`, and, under the key None, of servers that are
-/// started later. The values are the memory limits in MiB by the ordinals of the GPUs. A server reports only limits
-/// that it enforces.
+/// The memory limits to ask for, in MiB by the ordinals of the GPUs. The key None stands for servers that are started later,
+/// and a PID for a server in `at`. A server reports only limits that it enforces.
 fn asked(at: &[u32], limits: Option<&Limits>) -> Vec<(Option<u32>, BTreeMap<usize, u64>)> {
     let Some(limits) = limits else { return vec![(None, BTreeMap::new())] };
     let mut enforced = limits.memory_mib.clone();
@@ -26,7 +24,6 @@ fn asked(at: &[u32], limits: Option<&Limits>) -> Vec<(Option<u32>, BTreeMap<usiz
     [(None, limits.memory_mib.clone())].into_iter().chain(of_servers).collect()
 }
 
-/// The commands of [`super::Control::inspect`].
 pub(super) fn commands(at: &[u32], limits: Option<&Limits>) -> String {
     let mut commands: String = at.iter().map(|server| format!("get_server_status {server}\n")).collect();
     for (server, memory_mib) in asked(at, limits) {
@@ -49,7 +46,7 @@ fn target(server: Option<u32>) -> (&'static str, String) {
     server.map_or(("default_", String::new()), |server| ("", format!(" {server}")))
 }
 
-/// Parses the answer to [`commands`]. None if the answer is incomplete or has another form.
+/// None if the answer to [`commands`] is incomplete or has another form.
 pub(super) fn parse(answer: &str, at: &[u32], limits: Option<&Limits>) -> Option<Inspection> {
     let mut lines = lines(answer);
     let statuses: Option<_> = at.iter().map(|server| Some((*server, parse_status(lines.next()?)?))).collect();
@@ -63,8 +60,8 @@ pub(super) fn parse(answer: &str, at: &[u32], limits: Option<&Limits>) -> Option
     Some(Inspection { servers: pids(lines)?, statuses: statuses?, differences })
 }
 
-/// The commands of [`super::Control::set_limits`]. The control daemon answers a new thread percentage with the
-/// percentage that now applies. It does not answer a new memory limit, so a further command reads the memory limit.
+/// The commands of [`super::Control::set_limits`]. The control daemon answers a new thread percentage with the percentage that
+/// now applies. It does not answer a new memory limit, so a further command reads the memory limit.
 pub(super) fn setting(server: Option<u32>, limits: &Limits) -> String {
     let (default, target) = target(server);
     let mut commands =
@@ -76,7 +73,7 @@ pub(super) fn setting(server: Option<u32>, limits: &Limits) -> String {
     commands + SERVERS
 }
 
-/// The lines with which the answer to [`setting`] begins.
+/// The lines with which a correct answer to [`setting`] begins.
 pub(super) fn set(limits: &Limits) -> Vec<String> {
     let memory = limits.memory_mib.values().map(|mib| as_read_back(*mib));
     [format!("{}.0", limits.thread_percentage)].into_iter().chain(memory).collect()
@@ -96,8 +93,8 @@ fn pids<'a>(lines: impl Iterator<Item = &'a str>) -> Option<Vec<u32>> {
     lines.map(|line| line.parse().ok()).collect()
 }
 
-/// Reads the lines with the thread percentage and the memory limits of a server, or of servers that are started later, and
-/// returns the limits that differ from the wanted limits.
+/// Reads the lines about one server, or about servers that are started later. Returns the limits that differ from the wanted
+/// limits, in words.
 fn differing<'a>(
     lines: &mut Peekable<impl Iterator<Item = &'a str>>,
     wanted: Option<u8>,
@@ -106,8 +103,8 @@ fn differing<'a>(
     let mut found = Vec::new();
     let said = lines.next()?;
     if said.starts_with("Server") || is_unknown_command(said) {
-        // The control daemon has answered the first command about a server with an error. The control daemon answers the
-        // commands about the server's memory limits with the same error, so the lines of these answers are skipped.
+        // The answer to the first command about a server is an error. The commands about the server's memory limits have the
+        // same error as their answer, so these lines are skipped.
         lines.by_ref().take(memory_mib.len()).for_each(drop);
         return Some(found);
     }
@@ -116,8 +113,8 @@ fn differing<'a>(
     if let Some(wanted) = wanted.filter(|wanted| (percentage - f64::from(*wanted)).abs() >= 0.05) {
         found.push(format!("active thread percentage {said} instead of {wanted}"));
     }
-    // If a memory limit is not set, the control daemon writes no line for it. The line in the place of a missing memory limit
-    // is a number, either a percentage or a PID.
+    // If a memory limit is not set, the control daemon writes no line for it. The next line is then a number, either a
+    // percentage or a PID.
     let is_limit = |line: &&str| line.parse::<f64>().is_err();
     let said: Vec<&str> = memory_mib.keys().map_while(|_| lines.next_if(is_limit)).collect();
     if said.len() < memory_mib.len() {
@@ -132,7 +129,7 @@ fn differing<'a>(
     Some(found)
 }
 
-/// A memory limit, set in MiB, as the control daemon reports it: in MiB below 1 GiB, otherwise in whole GiB.
+/// The control daemon reports a memory limit below 1 GiB in MiB, and a larger limit in whole GiB.
 fn as_read_back(mib: u64) -> String {
     if mib < 1024 { format!("{mib}M") } else { format!("{}G", mib / 1024) }
 }
@@ -144,7 +141,7 @@ mod tests {
 
     use super::*;
 
-    // The answers below have the form of those of the control daemons of drivers 535, 550, 555 and 580.
+    // The answers in these tests have the form of answers of drivers 535, 550, 555 and 580.
 
     fn limits() -> Limits {
         Limits { thread_percentage: 25, memory_mib: [(0, 35942), (1, 512)].into(), enforced: [0].into() }
@@ -178,7 +175,7 @@ mod tests {
             look("Unknown command \"get_server_status\"\n100.0\n939", &[939]),
             Some((vec![939], unknown))
         );
-        // An answer that is incomplete, or comes from another program, is refused.
+        // An incomplete answer, or an answer of another program, is refused.
         for other in ["", "939", "ACTIVE", "ACTIVE\ngarbage", "ACTIVE\n100.0\ngarbage"] {
             assert_eq!(look(other, &[939]), None, "{other:?}");
         }

@@ -1,11 +1,9 @@
-//! The control daemon's front end: runs one command at a time, with a deadline, and verifies its effect.
+//! Sends commands to a control daemon through its front end, with a deadline, and verifies their effect.
 //!
-//! The front end is `nvidia-cuda-mps-control`, which reads commands from standard input. The front end exits with 0 for
-//! nearly everything, answers a bad value with the old value, and does not answer most settings. So this module reads each
-//! setting back. The control daemon sometimes fails when several front ends ask at once, so all calls for one pipe directory
-//! wait for each other, in the order in which they came ([`FrontEnds`]).
-//!
-//! [`front_end`] sends a command, and [`answers`] parses its answer.
+//! The front end is `nvidia-cuda-mps-control`, which reads commands from standard input. It exits with 0 for nearly everything,
+//! answers a bad value with the old value, and does not answer most settings. So this module reads each setting back. The
+//! control daemon sometimes fails when several front ends ask at once. So all calls for one pipe directory wait for each other,
+//! in the order in which they came ([`FrontEnds`]).
 
 mod answers;
 mod error;
@@ -34,37 +32,33 @@ use front_end::Queue;
 /// The deadline for one answer of a control daemon. Measured: 2 ms. A stopped control daemon never answers.
 const ANSWER_TIMEOUT: Duration = Duration::from_secs(5);
 
-/// The command that lists the PIDs of the servers.
 const SERVERS: &str = "get_server_list";
 
-/// A command that always has an answer, such as `25.0`, which is a number but no PID. This command separates commands
-/// that may have no answer.
+/// This command always has an answer, such as `25.0`, which can't be a PID. So it separates the answers of commands that may
+/// have no answer.
 const PERCENTAGE: &str = "get_default_active_thread_percentage";
 
-/// The number of attempts to list the clients while servers start and end.
 const LISTINGS: u32 = 4;
 
-/// The largest number of front ends that run at the same time. A host may have a control daemon for each of hundreds of
-/// slices.
+/// The most front ends that run at the same time. A host may have a control daemon for each of hundreds of slices.
 const FRONT_ENDS: usize = 64;
 
-/// Makes the [`Control`] for each pipe directory, with one queue of front ends for each. All clones share the queues.
+/// Makes the [`Control`] for each pipe directory. Each pipe directory has one queue of front ends, and all clones share the
+/// queues.
 #[derive(Debug, Clone)]
 pub(crate) struct FrontEnds {
     program: PathBuf,
     queues: Arc<Mutex<BTreeMap<PathBuf, Weak<Queue>>>>,
-    /// Limits the number of front ends that run at the same time.
     places: Arc<Semaphore>,
 }
 
 impl FrontEnds {
-    /// Makes front ends that run `program`, which is a path or a name in `PATH`.
+    /// `program` is a path or a name in `PATH`.
     pub(crate) fn new(program: PathBuf) -> Self {
         Self { program, queues: Arc::default(), places: Arc::new(Semaphore::new(FRONT_ENDS)) }
     }
 
-    /// Returns the front end for the control daemon in this pipe directory, even if this service has not started that
-    /// control daemon.
+    /// The service need not have started the control daemon in this pipe directory.
     pub(crate) fn control_in(&self, pipe_directory: &Path) -> Control {
         let (program, pipe_directory) = (self.program.clone(), pipe_directory.to_owned());
         let queue = self.queue(&pipe_directory);
@@ -82,13 +76,11 @@ impl FrontEnds {
     }
 }
 
-/// Asks one control daemon through its front end.
 #[derive(Debug)]
 pub(crate) struct Control {
     program: PathBuf,
     pipe_directory: PathBuf,
     queue: Arc<Queue>,
-    /// Limits the number of front ends of all control daemons that run at the same time.
     places: Arc<Semaphore>,
 }
 
@@ -98,7 +90,7 @@ impl Control {
         self.ask_within(command, ANSWER_TIMEOUT).await
     }
 
-    /// Sends a command that always has an answer.
+    /// Sends a command that always has an answer. An empty answer is an error.
     async fn ask_for_something(&self, command: &str) -> Result<String, ControlError> {
         let answer = self.ask(command).await?;
         if answer.is_empty() {
@@ -116,21 +108,20 @@ impl Control {
         }
     }
 
-    /// Sends a command again after an empty answer. The control daemon's answer is empty if there is no client, but also if it
-    /// hung and then closed the connection. A caller that takes a hung control daemon for a control daemon without clients could
-    /// end a server that has clients. A control daemon that no longer hangs answers the repeated command.
+    /// Sends a command again after an empty answer. The answer is empty if there is no client, but also if the control daemon
+    /// hung and then closed the connection. A caller that mistakes a hung control daemon for an idle one could end a server
+    /// that has clients. A control daemon that no longer hangs answers the second command.
     async fn ask_again_if_empty(&self, command: &str) -> Result<String, ControlError> {
         let answer = self.ask(command).await?;
         if answer.is_empty() { self.ask(command).await } else { Ok(answer) }
     }
 
-    /// The status of one server.
     pub(crate) async fn server_status(&self, server: u32) -> Result<ServerStatus, ControlError> {
         Ok(self.inspect(&[server], None).await?.status(server))
     }
 
-    /// Asks a control daemon in one conversation for all servers, for the statuses of the servers in `at`, and for the
-    /// limits of these servers and of servers that are started later, as far as they differ from `limits`. A server
+    /// Asks a control daemon in one conversation for all servers, for the statuses of the servers in `at`, and for limits. The
+    /// result has only the limits that differ from `limits`, for these servers and for servers that are started later. A server
     /// that has ended has no limits. Memory limits are compared in whole GiB.
     pub(crate) async fn inspect(
         &self,
@@ -144,9 +135,9 @@ impl Control {
         })
     }
 
-    /// The servers, each with the PIDs of its clients. One conversation with the control daemon is enough if `expected` has
-    /// the PIDs of all servers. No tenant can influence the control daemon's lists of PIDs, unlike its answer to `ps`, which
-    /// prints the names of programs unchanged, with their line breaks.
+    /// The PIDs of the clients of each server. One conversation with the control daemon is enough if `expected` has the PIDs of
+    /// all servers. No tenant can influence these lists. The answer to `ps`, however, has the names of programs unchanged, with
+    /// their line breaks.
     pub(crate) async fn client_pids(&self, expected: &[u32]) -> Result<ClientPids, ControlError> {
         let mut servers: BTreeSet<u32> = expected.iter().copied().collect();
         for _ in 0..LISTINGS {
@@ -168,13 +159,12 @@ impl Control {
         Err(ControlError::Unanswered { command: SERVERS.to_owned() })
     }
 
-    /// The clients of every server.
     pub(crate) async fn clients(&self, expected: &[u32]) -> Result<Vec<Client>, ControlError> {
         self.connections(&self.client_pids(expected).await?).await
     }
 
-    /// The connections of the clients in `known`. A program can choose its name so that `ps` shows a false connection of a
-    /// client in `known`. Clients that are not in `known` are left out.
+    /// The connections of the clients in `known`, and of no other clients. A program can choose its name so that `ps` shows a
+    /// false connection of a client in `known`.
     pub(crate) async fn connections(&self, known: &ClientPids) -> Result<Vec<Client>, ControlError> {
         const COMMAND: &str = "ps";
         if known.values().all(BTreeSet::is_empty) {
@@ -184,8 +174,7 @@ impl Control {
         let mut rows = answers::parse_clients(&answer)
             .ok_or_else(|| unexpected(COMMAND, &answer, "a table of clients"))?;
         rows.retain(|row| known.get(&row.server).is_some_and(|pids| pids.contains(&row.pid)));
-        // `ps` may lack a client that has connected or ended between the command that lists the PIDs and `ps`. A client
-        // that `ps` lacks is added without its connection.
+        // `ps` may lack a client that has connected or ended just now. Such a client is added without its connection.
         for (server, pids) in known {
             for pid in pids {
                 if !rows.iter().any(|row| (row.server, row.pid) == (*server, *pid)) {
@@ -196,8 +185,8 @@ impl Control {
         Ok(rows)
     }
 
-    /// Ends the GPU work of one client of a server; the server's other clients go on. The client and the server are given by
-    /// their PIDs. Measured: the GPU work ends within 12 ms, even during a long CUDA kernel.
+    /// Ends the GPU work of one client. The other clients of the server go on. `server` and `client` are PIDs. Measured: the
+    /// GPU work ends within 12 ms, even during a long CUDA kernel.
     pub(crate) async fn terminate_client(
         &self,
         server: u32,
@@ -211,8 +200,8 @@ impl Control {
             .ok_or_else(|| unexpected(&command, &answer, "0, or 1 with a reason"))
     }
 
-    /// The PID of the process that listens in the pipe directory, see [`listener`]. Returns None while the service
-    /// itself listens in the pipe directory, on the socket at which programs wait for a control daemon.
+    /// The PID of the process that listens in the pipe directory, see [`listener`]. None while the service itself listens there
+    /// with its waiting socket.
     pub(crate) fn daemon_pid(&self) -> Option<u32> {
         listener(&self.pipe_directory).filter(|pid| *pid != std::process::id())
     }
@@ -222,10 +211,10 @@ impl Control {
         matches!(connect(&self.pipe_directory), Err(Errno::NOENT | Errno::CONNREFUSED))
     }
 
-    /// Sets the limits of a running server's next clients, or without `server` those of servers that are started later: the
-    /// active thread percentage, and the device pinned memory limit, in MiB, of each GPU by its ordinal. One front end sets and
-    /// reads all limits. The control daemon accepts any value, and reports memory limits in whole GiB, so the service can't
-    /// check a memory limit more exactly. The server writes the exact values to its log. Returns the PIDs of the servers.
+    /// Sets the active thread percentage, and the pinned memory limit of each GPU in MiB. The limits apply to the next clients
+    /// of the running `server`, or without `server` to servers that are started later. The control daemon accepts any value, so
+    /// the same front end reads all limits back. The control daemon reports memory limits only in whole GiB, and only the
+    /// server's log has the exact values. Returns the PIDs of the servers.
     pub(crate) async fn set_limits(
         &self,
         server: Option<u32>,
@@ -234,8 +223,8 @@ impl Control {
         self.set(&inspection::setting(server, limits), limits).await
     }
 
-    /// Sets the limits of servers that are started later, as [`Control::set_limits`] does, and then starts the server
-    /// of a user, see [`Control::start_server`]. The result does not have the PID of the server that this call starts.
+    /// Sets the limits of servers that are started later, as [`Control::set_limits`] does. Then starts the server of a user,
+    /// see [`Control::start_server`]. The result does not have the PID of this new server.
     pub(crate) async fn set_limits_and_start(
         &self,
         limits: &Limits,
@@ -251,21 +240,19 @@ impl Control {
         })
     }
 
-    /// Starts the server of a user before the first client comes. The command has no answer, and no effect if the
-    /// server exists already.
+    /// Starts the server of a user before the first client comes. The command has no answer, and no effect if the server exists
+    /// already.
     pub(crate) async fn start_server(&self, uid: u32) -> Result<(), ControlError> {
         self.ask(&start(uid)).await.map(|_| ())
     }
 
-    /// Asks the control daemon to end as soon as it has no client. The control daemon ends when its last client has ended,
-    /// even long after this call. The error is [`ControlError::Silent`] if the control daemon still has a client after
-    /// `timeout`.
+    /// Asks the control daemon to end as soon as it has no client, which may be long after this call. The error is
+    /// [`ControlError::Silent`] if the control daemon still has a client after `timeout`.
     pub(crate) async fn quit_when_idle(&self, timeout: Duration) -> Result<(), ControlError> {
         self.ask_within("quit", timeout).await.map(|_| ())
     }
 
-    /// Ends a server that has no client. A server with clients stays. The control daemon does not answer this command
-    /// in any case.
+    /// Ends a server that has no client. A server with clients stays. The control daemon never answers this command.
     pub(crate) async fn shut_down_idle_server(
         &self,
         server: u32,
@@ -284,8 +271,8 @@ impl Control {
         self.ask(command).await.map(|_| ())
     }
 
-    /// Asks the control daemon to end with its clients, which it gives `timeout` to end by themselves. If the control
-    /// daemon hangs for longer than `timeout`, the error is [`ControlError::Silent`].
+    /// Asks the control daemon to end with its clients, which it gives `timeout` to end by themselves. If the control daemon
+    /// hangs for longer than `timeout`, the error is [`ControlError::Silent`].
     pub(crate) async fn quit(&self, timeout: Duration) -> Result<(), ControlError> {
         let command = format!("quit -t {}", timeout.as_secs().max(1));
         self.ask_within(&command, timeout + Duration::from_secs(1)).await.map(|_| ())
@@ -300,11 +287,10 @@ fn start(uid: u32) -> String {
 mod tests {
     use super::*;
 
-    /// A control daemon whose front end is this shell script.
     fn control(directory: &Path, script: &str) -> Control {
         let program = directory.join("front-end");
-        // The shell writes the program. If this process wrote it, a child that another thread forks meanwhile could inherit
-        // the open file, and the kernel refuses to execute a file that is open for writing.
+        // The shell writes the program. If this process wrote it, a child that another thread forks meanwhile could inherit the
+        // open file. The kernel refuses to execute a file that is open for writing.
         let write = "printf %s \"$2\" >\"$1\" && chmod 755 \"$1\"";
         let written =
             std::process::Command::new("sh").args(["-c", write, "sh"]).arg(&program).arg(script).status();
@@ -316,7 +302,7 @@ mod tests {
     async fn a_dropped_conversation_does_not_mean_no_clients() {
         let directory = tempfile::tempdir().unwrap();
         let dropped = directory.path().join("dropped");
-        // This front end answers the first connection for each command with nothing, as if the control daemon had closed the
+        // This front end answers the first connection for each command with nothing, like a control daemon that has closed the
         // connection.
         let script = format!(
             "#!/bin/sh\nfirst=yes\nwhile read -r command rest; do\n\

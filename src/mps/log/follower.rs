@@ -1,4 +1,4 @@
-//! Finds new lines in a file to which other processes append.
+//! Reads the new lines of a file to which other processes append.
 
 use std::fs::File;
 use std::io;
@@ -11,30 +11,28 @@ use super::meaning::Line;
 use super::rotation::{CHUNK_BYTES, Rotation};
 use crate::mps::file_changes::{FileChanges, FileWatch, LOOK_PERIOD};
 
-/// The length at which a line of a log is cut. A file without line ends must not fill the memory.
+/// Longer lines of a log are cut, since a file without line ends must not fill the memory.
 const LINE_MAX_BYTES: usize = 16 << 10;
 
-/// The number of bytes at the end of a log in which the service searches the reason for the end of a control daemon.
+/// The number of bytes at the end of a log in which the service searches for the reason of a control daemon's end.
 const END_BYTES: u64 = 256 << 10;
 
-/// The number of lines of a log that a task reads before other tasks have a turn. A tenant can make a control daemon write
-/// thousands of lines per second.
+/// The number of lines of a log that a task reads before other tasks have a turn. A tenant can cause thousands of lines per
+/// second.
 const LINES_AT_A_TIME: u32 = 256;
 
-/// Follows a file to which other processes append, from a given offset on.
 #[derive(Debug)]
 pub(crate) struct Follower {
     path: PathBuf,
-    /// The open file. The log is never opened again by its path, since another user may have put another file there.
+    /// The log is never opened again by its path, since another user may have put another file there.
     file: File,
-    /// The offset up to which the file has been read.
+    /// The offset up to which the file was read, in bytes.
     read: u64,
     lines: Lines,
     lines_since_pause: u32,
     rotation: Option<Rotation>,
     rotated: Option<io::Result<()>>,
     watch: FileWatch,
-    /// True if the kernel reports the next change of the file.
     watched: bool,
 }
 
@@ -59,17 +57,16 @@ impl Follower {
         &self.path
     }
 
-    /// The offset up to which lines were returned, in bytes.
+    /// The offset after the last line that was returned, in bytes.
     pub(crate) fn offset(&self) -> u64 {
         self.read.saturating_sub(self.lines.held().len() as u64)
     }
 
-    /// The length of the file, in bytes.
     pub(crate) fn length(&self) -> io::Result<u64> {
         Ok(self.file.metadata()?.len())
     }
 
-    /// Skips all lines that were not returned yet, except those at the end of the file.
+    /// Skips the lines that were not returned yet, except those in the last [`END_BYTES`] of the file.
     pub(crate) fn skip_to_end(&mut self) -> io::Result<()> {
         let end = self.length()?.saturating_sub(END_BYTES);
         if self.offset() < end {
@@ -79,7 +76,6 @@ impl Follower {
         Ok(())
     }
 
-    /// True if the path still leads to this file.
     pub(crate) fn is_in_place(&self) -> bool {
         let (Ok(ours), Ok(there)) = (self.file.metadata(), std::fs::symlink_metadata(&self.path)) else {
             return false;
@@ -87,7 +83,7 @@ impl Follower {
         (ours.dev(), ours.ino()) == (there.dev(), there.ino())
     }
 
-    /// The reason why the control daemon can't write to the file, if there is one.
+    /// The reason why log lines get lost: the file was removed, or its file system is full.
     pub(crate) fn trouble(&self) -> Option<&'static str> {
         if !self.is_in_place() {
             return Some("was removed; the control daemon still writes to the removed file");
@@ -101,9 +97,9 @@ impl Follower {
         )
     }
 
-    /// Rotates the file if it is longer than `max_bytes`: its contents replace `<path>.1`. The file is copied and truncated,
-    /// since the processes that write to the file can't be made to use another file. The copy is made in steps while callers
-    /// wait for lines. [`Follower::rotated`] reports the end.
+    /// Begins a rotation if the file is longer than `max_bytes`: the contents of the file replace `<path>.1`. The file is
+    /// copied and truncated, since the processes that write to it can't be made to use another file. The copy is made in steps
+    /// while callers wait for lines. [`Follower::rotated`] reports its end.
     pub(crate) fn rotate(&mut self, max_bytes: u64) {
         let writable = || rustix::fs::fcntl_getfl(&self.file).is_ok_and(|flags| flags.contains(OFlags::RDWR));
         let due = || self.length().is_ok_and(|length| length > max_bytes) && writable();
@@ -112,19 +108,18 @@ impl Follower {
         }
     }
 
-    /// The outcome of a rotation that has finished since the last call. None if no rotation has finished. The inner error
-    /// is the reason why the contents could not be copied.
+    /// The result of a rotation that has finished since the last call. None if no rotation has finished. The inner error says
+    /// why the contents could not be copied.
     pub(crate) fn rotated(&mut self) -> Option<io::Result<()>> {
         self.rotated.take()
     }
 
-    /// Takes the next step of a running rotation.
     fn copy_on(&mut self) -> io::Result<()> {
         let Some(rotation) = &mut self.rotation else { return Ok(()) };
         let length = self.file.metadata()?.len();
         let copied = rotation.copy_on(&self.file, length);
-        // Truncating the file also removes lines that this reader has not read. So the file is truncated only if few bytes
-        // are unread, and the unread bytes are read first.
+        // Truncating the file would destroy lines that were not read. So the file is truncated only if few bytes are unread,
+        // and these bytes are read first.
         if !copied || length.saturating_sub(self.read) > CHUNK_BYTES as u64 {
             return Ok(());
         }
@@ -135,13 +130,11 @@ impl Follower {
         Ok(())
     }
 
-    /// Reads the next bytes of the file. Returns false if there are no further bytes.
     fn fill(&mut self) -> io::Result<bool> {
         let mut chunk = [0; CHUNK_BYTES];
         let mut count = self.file.read_at(&mut chunk, self.read)?;
         if count == 0 && self.file.metadata()?.len() < self.read {
-            // If the file is shorter than before, another program has truncated it, so the file is read from the
-            // beginning.
+            // The file is shorter than before, since another program has truncated it. So the file is read from the beginning.
             (self.read, self.lines, self.rotation) = (0, Lines::default(), None);
             count = self.file.read_at(&mut chunk, 0)?;
         }
@@ -150,7 +143,7 @@ impl Follower {
         Ok(count > 0)
     }
 
-    /// The next line that is already in the file, if there is one.
+    /// Returns None if the file has no further complete line.
     fn try_next(&mut self) -> io::Result<Option<Line>> {
         loop {
             if let Some(line) = self.lines.next() {
@@ -162,8 +155,8 @@ impl Follower {
         }
     }
 
-    /// The next line that is already in the file, if there is one. The call lets other tasks of the service run from
-    /// time to time. Nothing is lost if the call is cancelled.
+    /// Returns None if the file has no further complete line. The call lets other tasks of the service run from time to time. A
+    /// cancelled call loses no line.
     pub(crate) async fn next_there(&mut self) -> io::Result<Option<Line>> {
         if self.lines_since_pause >= LINES_AT_A_TIME {
             self.pause().await?;
@@ -179,7 +172,7 @@ impl Follower {
         Ok(())
     }
 
-    /// Waits for the next line. Nothing is lost if the call is cancelled.
+    /// Waits for the next line. A cancelled call loses no line.
     pub(crate) async fn next(&mut self) -> io::Result<Line> {
         loop {
             if let Some(line) = self.next_there().await? {
@@ -193,7 +186,7 @@ impl Follower {
         }
     }
 
-    /// Waits until the file may have changed. Nothing is lost if the call is cancelled.
+    /// Waits until the file may have changed. A cancelled call loses no change.
     async fn changed(&mut self) {
         if self.watched {
             self.watch.changed().await;
@@ -208,7 +201,6 @@ impl Follower {
     }
 }
 
-/// The bytes that were read from the file, and their separation into lines.
 #[derive(Debug, Default)]
 struct Lines {
     bytes: Vec<u8>,
@@ -314,7 +306,7 @@ mod tests {
         assert!(follower.rotation.is_none());
     }
 
-    /// While the file is copied, another user replaces it with a link to another file, which must not be changed.
+    /// During the copy, another user replaces the log by a link to another file. That file must not change.
     #[tokio::test]
     async fn rotation_follows_no_link_that_takes_the_place_of_the_file() {
         for _ in 0..5 {
@@ -339,7 +331,7 @@ mod tests {
         }
     }
 
-    /// Other tasks have a turn while many lines are read and copied, and no line is lost.
+    /// Many lines are read and copied in steps, so that other tasks have a turn. No line is lost.
     #[tokio::test]
     async fn a_burst_is_read_and_kept_in_steps() {
         const LINES: usize = 100_000;

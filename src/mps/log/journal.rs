@@ -7,7 +7,7 @@ use mps_core::mps::Meaning;
 use super::meaning::{Line, Writer};
 
 impl Line {
-    /// Passes the line of the control daemon's log on to the journal, with fields by which journalctl can filter.
+    /// Writes the line to the journal, with fields by which `journalctl` can filter.
     pub(crate) fn trace(&self, control_daemon: &str) {
         let text = self.text.as_str();
         let (server, client, ordinal) = self.subjects();
@@ -31,7 +31,6 @@ impl Line {
         }
     }
 
-    /// The importance of the line for an administrator.
     pub(crate) fn level(&self) -> Level {
         match &self.meaning {
             Meaning::Ordinary | Meaning::Noise | Meaning::ClientAdmitted(_) | Meaning::ClientLeft(_) => {
@@ -39,13 +38,13 @@ impl Line {
             }
             Meaning::ServerExited { status: 0, .. } => Level::INFO,
             Meaning::Trouble | Meaning::ServerExited { .. } | Meaning::ClientRefused { .. } => Level::WARN,
-            // Lines about faults also have only the level INFO, since the supervisor reports each fault once for each GPU,
-            // with the content of all lines about the fault.
+            // Lines about faults have only the level INFO. The supervisor itself reports each fault once for each GPU, with the
+            // content of all lines about it.
             _ => Level::INFO,
         }
     }
 
-    /// The server, the client and the GPU's ordinal that the line is about.
+    /// The PID of the server, the PID of the client, and the ordinal of the GPU that the line is about.
     fn subjects(&self) -> (Option<u32>, Option<u32>, Option<usize>) {
         let server = match (&self.meaning, self.writer) {
             (

@@ -1,15 +1,12 @@
-//! Parses a line.
+//! Parses the lines of a control daemon's log.
 
 use mps_core::mps::Meaning;
 
-/// A line of the log of a control daemon, parsed.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct Line {
-    /// The process that wrote the line, if the line names it.
     pub writer: Option<Writer>,
     /// The text after the prefix.
     pub text: String,
-    /// The meaning of the line for this service.
     pub meaning: Meaning,
 }
 
@@ -22,15 +19,15 @@ pub(crate) enum Writer {
 }
 
 impl Line {
-    /// Parses a line. Parsing never fails: an unknown line is ordinary text.
+    /// Parsing never fails: an unknown line is ordinary text.
     pub(crate) fn parse(line: &str) -> Self {
         let (writer, text) = split_prefix(line).unwrap_or((None, line));
         let meaning = meaning(writer, text);
         Self { writer, text: text.to_owned(), meaning }
     }
 
-    /// True if the line may explain why a control daemon or a server has ended: a server has written the line, or the line
-    /// reports a failure.
+    /// True if the line may explain why a control daemon or a server has ended. Of the lines of a control daemon, only lines
+    /// about failures do.
     pub(crate) fn may_explain_an_end(&self) -> bool {
         match (&self.meaning, self.writer) {
             (Meaning::Trouble, _) => true,
@@ -40,8 +37,8 @@ impl Line {
     }
 }
 
-/// Splits a line `[2026-11-21 02:13:53.814 Control 879] text` into the process that wrote it and the text. None if the line
-/// has no such prefix. The control daemon's answer to one of the commands has several lines without a prefix.
+/// Splits a line such as `[2026-11-21 02:13:53.814 Control 879] text` into the process that wrote it and the text. None if the
+/// line has no such prefix, like the further lines of a control daemon's answer to a command.
 fn split_prefix(line: &str) -> Option<(Option<Writer>, &str)> {
     let (prefix, text) = line.strip_prefix('[')?.split_once(']')?;
     let mut words = prefix.split_ascii_whitespace();
@@ -50,7 +47,7 @@ fn split_prefix(line: &str) -> Option<(Option<Writer>, &str)> {
     let kind: Vec<&str> = words.collect();
     let writer = match kind.as_slice() {
         ["Control"] => Some(Writer::Control(pid)),
-        // The process of a server writes `Other` in the prefix until it has started as a server, and `Legacy Server` if
+        // The process of a server writes `Other` in the prefix until it has started as a server. It writes `Legacy Server` if
         // it never starts as a server.
         ["Server" | "Other"] | ["Legacy", "Server"] => Some(Writer::Server(pid)),
         _ => None,
@@ -64,18 +61,17 @@ fn meaning(writer: Option<Writer>, text: &str) -> Meaning {
         Some(Writer::Control(_)) => said_by_control(text),
         None => None,
     };
-    // `Starting new server` is written by the server's new process, sometimes under the control daemon's name. So the line
-    // `Starting new server` counts from any writer.
+    // The new process of a server writes `Starting new server`, sometimes under the name of the control daemon. So this line
+    // counts from any writer.
     let understood = understood.or_else(|| server_starting(text));
     understood.or_else(|| trouble(writer, text)).unwrap_or(Meaning::Ordinary)
 }
 
-/// The beginnings of words by which a line reports a failure.
 const OF_FAILURE: [&str; 9] =
     ["fatal", "fail", "error", "invalid", "cannot", "can't", "unable", "exception", "denied"];
 
-/// The meaning of a line that reports a failure. The control daemon logs each command, and for `ps` the table of clients. The
-/// commands and the table contain texts that tenants choose, so they do not count as failures.
+/// Recognizes a line that reports a failure. The control daemon also logs each command, and for `ps` the table of clients.
+/// Tenants choose texts in these lines, so the lines do not count as failures.
 fn trouble(writer: Option<Writer>, text: &str) -> Option<Meaning> {
     let repeated = text.starts_with("Cmd:") || text.starts_with(|first: char| first.is_ascii_digit());
     if repeated && !matches!(writer, Some(Writer::Server(_))) {
@@ -92,8 +88,8 @@ fn server_starting(text: &str) -> Option<Meaning> {
 }
 
 fn said_by_control(text: &str) -> Option<Meaning> {
-    // The control daemon writes these two lines after a process has connected without sending anything. The service
-    // connects without sending anything to find out which process listens.
+    // The control daemon writes these two lines after a process has connected without sending anything. The service does that
+    // to find out which process listens.
     if ["User did not send valid credentials", "Unable to accept connection"].contains(&text.trim_end()) {
         return Some(Meaning::Noise);
     }
@@ -118,8 +114,8 @@ fn said_by_control(text: &str) -> Option<Meaning> {
 }
 
 fn said_by_server(server: u32, text: &str) -> Option<Meaning> {
-    // The misspellings are NVIDIA's. The last three texts of this list are written during a fault, which other lines
-    // report.
+    // The misspellings are NVIDIA's. The lines about an error-trigging process and about a sticky error come during a fault,
+    // which other lines report.
     let noise = [
         "Server failed to recevie command with status 806",
         "Server was unable to shutdown due to",
@@ -179,7 +175,7 @@ mod tests {
         Line::parse(line).meaning
     }
 
-    // These lines were written by control daemons and servers of drivers 535 to 580.
+    // These lines were recorded from control daemons and servers of drivers 535 to 580.
     #[test]
     #[expect(clippy::too_many_lines, reason = "a table")]
     fn recorded_lines() {
@@ -261,7 +257,8 @@ mod tests {
                 "[2026-11-21 02:24:21.335 Server   939] Server was unable to shutdown due to 2 active clients",
                 Meaning::Noise,
             ),
-            // Words such as `fail` in the name of a program or in the command of a user do not make a line a failure.
+            // A tenant chooses the name of a program, and any user the text of a command. Words such as `fail` there do not
+            // make the line a failure.
             ("[2026-11-21 02:14:03.189 Control   879] Cmd:fail", Meaning::Ordinary),
             (
                 "[2026-11-21 02:14:03.190 Control   879] 1153  33  939  GPU-168acfc9  4026531836  ./fatal",

@@ -1,4 +1,4 @@
-//! The rotation of a log file, whose contents are copied to `<path>.1` in steps.
+//! The rotation of a log: its contents are copied to `<path>.1` in steps.
 
 use std::fs::File;
 use std::io::{self, Write};
@@ -7,28 +7,24 @@ use std::path::Path;
 
 use common::directories;
 
-/// The number of bytes per read of a log. At most this number of bytes and the beginning of a line are in memory.
 pub(super) const CHUNK_BYTES: usize = 16 << 10;
 
-/// The number of bytes of a log that the service copies before its other tasks have a turn.
+/// The number of bytes that are copied before other tasks of the service have a turn.
 const COPIED_AT_A_TIME: u64 = 1 << 20;
 
-/// A rotation of a log that has begun and has not finished.
 #[derive(Debug)]
 pub(super) struct Rotation {
-    /// The file `<path>.1` that gets the contents, or the error that prevents it.
     copy: io::Result<File>,
     copied: u64,
 }
 
 impl Rotation {
-    /// Begins the rotation of the file at this path.
     pub(super) fn begin(path: &Path) -> Self {
         Self { copy: place_of_copy(path), copied: 0 }
     }
 
-    /// Copies the next bytes of `file`, which has `length` bytes. Returns true if everything is copied, or if copying
-    /// is not possible.
+    /// Copies the next bytes of `file`, which has `length` bytes. Returns true if all bytes are copied, or if copying has
+    /// failed.
     pub(super) fn copy_on(&mut self, file: &File, length: u64) -> bool {
         let Ok(copy) = &mut self.copy else { return true };
         let end = length.min(self.copied + COPIED_AT_A_TIME);
@@ -39,14 +35,12 @@ impl Rotation {
         self.copy.is_err() || self.copied >= length
     }
 
-    /// The result of the rotation: an error if the contents could not be copied.
     pub(super) fn result(self) -> io::Result<()> {
         self.copy.map(drop)
     }
 }
 
-/// Makes a new, empty `<path>.1`. The former copy is removed first, since a full disk may have enough space for only one
-/// copy.
+/// Makes a new, empty `<path>.1`. The former copy is removed first, since a full disk may have enough space for only one copy.
 fn place_of_copy(path: &Path) -> io::Result<File> {
     let (Some(directory), Some(name)) = (path.parent(), path.file_name()) else {
         return Err(io::Error::other("the log is in no directory"));
@@ -56,7 +50,6 @@ fn place_of_copy(path: &Path) -> io::Result<File> {
     directories::replace(directory, Path::new(&old)).map_err(io::Error::other)
 }
 
-/// Copies the bytes between two offsets, or as many of them as the file has.
 fn copy_between(from: &File, to: &mut File, begin: u64, end: u64) -> io::Result<()> {
     let mut chunk = [0; CHUNK_BYTES];
     let mut at = begin;

@@ -1,5 +1,4 @@
-//! A private message bus that behaves like the system bus, with the shipped policy, and programs that call the
-//! service through it.
+//! A private message bus with the rules of the system bus and the shipped policy, and programs that call the service on it.
 
 use super::host::mpsctl;
 use std::fs;
@@ -13,34 +12,32 @@ use tokio::process::Command;
 use super::host::without_foreign_variables;
 use super::wait::DEADLINE;
 
-/// The configuration of the private dbus-daemon, with the rules of the system bus. `scripts/bus-conf.sh` reads the same file.
+/// The configuration of the private dbus-daemon. It has the rules of the system bus. `scripts/bus-conf.sh` reads the same file.
 const CONFIGURATION: &str = include_str!("../../support/bus.conf");
 
-/// The group that stands for the group yunion-mps in the policy of a test's bus. No user is a member of the group: a
-/// dbus-daemon reads the groups of a user from the host's files.
+/// The group that plays the group yunion-mps in the policy. dbus-daemon reads the groups of a user from the host's files, in
+/// which no user is a member. So tests start programs with this group.
 const MEMBERS: u32 = 65_534;
 
-/// The arguments of setpriv for a user who stands for a member of the group yunion-mps.
+/// Options of setpriv for a user who is a member of the group yunion-mps.
 pub(crate) const AS_MEMBER: [&str; 3] = ["--reuid=65534", "--regid=65534", "--clear-groups"];
 
-/// The arguments of setpriv for a user whom the bus policy does not allow to call the service.
+/// Options of setpriv for a user whose calls the bus policy refuses.
 pub(crate) const AS_STRANGER: [&str; 3] = ["--reuid=1", "--regid=1", "--clear-groups"];
 
-/// A command that runs yunion-mpsctl with these arguments and with this bus as its system bus.
 pub(crate) fn ctl(bus: &PrivateBus, arguments: &[&str]) -> Command {
     let mut command = bus.command(mpsctl());
     command.args(arguments);
     command
 }
 
-/// Runs a command to its end. Returns its exit status, and its texts on stdout and stderr.
 pub(crate) async fn ended(command: &mut Command) -> (Option<i32>, String, String) {
     let output = output(command).await;
     let text = |bytes: &[u8]| String::from_utf8_lossy(bytes).into_owned();
     (output.status.code(), text(&output.stdout), text(&output.stderr))
 }
 
-/// A dbus-daemon that the test has started. The bus ends when this value is dropped.
+/// A dbus-daemon for one test, which ends when this value is dropped.
 pub(crate) struct PrivateBus {
     daemon: Child,
     directory: TempDir,
@@ -51,12 +48,12 @@ impl PrivateBus {
         Self::with_policy(|shipped| shipped)
     }
 
-    /// Starts a bus with the shipped policy, which `change` may change before.
+    /// Starts a bus with the shipped policy, after `change` has changed the policy's text.
     pub(crate) fn with_policy(change: impl FnOnce(String) -> String) -> Self {
-        // The directory of the bus is in /tmp whatever TMPDIR is: other users have to reach the socket of the bus, and the
-        // length of the socket's path is limited.
+        // The directory is in /tmp even if `TMPDIR` names another. Other users must be able to reach the socket, and a long
+        // path would not fit into the address of a socket.
         let directory = tempfile::Builder::new().prefix("bus").tempdir_in("/tmp").unwrap();
-        // The mode of the directory lets other users reach the socket of the bus.
+        // Other users must be able to reach the socket of the bus.
         fs::set_permissions(directory.path(), fs::Permissions::from_mode(0o755)).unwrap();
         let shipped = concat!(env!("CARGO_MANIFEST_DIR"), "/config/io.yunion.Mps1.conf");
         // On this bus, the user who runs the tests has the rights that the policy gives to root.
@@ -77,7 +74,7 @@ impl PrivateBus {
             .stderr(fs::File::create(directory.path().join("complaints")).unwrap())
             .spawn()
             .unwrap_or_else(|e| panic!("dbus-daemon: {e}; install {}", package("dbus-daemon")));
-        // dbus-daemon prints its address once it listens. If dbus-daemon can't listen, it ends without printing an address.
+        // dbus-daemon prints its address when it listens. If it can't listen, it ends without an address.
         let mut address = String::new();
         BufReader::new(daemon.stdout.take().unwrap()).read_line(&mut address).unwrap();
         let complaints = fs::read_to_string(directory.path().join("complaints")).unwrap();
@@ -89,7 +86,6 @@ impl PrivateBus {
         format!("unix:path={}", self.directory.path().join("socket").display())
     }
 
-    /// A command that runs the program with this bus as its system bus.
     pub(crate) fn command(&self, program: &str) -> Command {
         let mut command = Command::new(program);
         without_foreign_variables(command.as_std_mut());
@@ -97,22 +93,20 @@ impl PrivateBus {
         command
     }
 
-    /// A command that runs the program as a user whom the bus policy does not allow to call the service. Only root can start
-    /// a program as another user.
+    /// Makes a command that runs as a user whose calls the policy refuses. Only root can start it.
     pub(crate) fn command_as_stranger(&self, program: &str) -> Command {
         let mut command = self.command("setpriv");
         command.args(AS_STRANGER).arg(program);
         command
     }
 
-    /// A command that runs the program as a member of the group yunion-mps. Only root can start a program as another user.
+    /// Makes a command that runs as a member of the group yunion-mps. Only root can start it.
     pub(crate) fn command_as_member(&self, program: &str) -> Command {
         let mut command = self.command("setpriv");
         command.args(AS_MEMBER).arg(program);
         command
     }
 
-    /// Stops the bus.
     pub(crate) fn stop(&mut self) {
         let _ = self.daemon.kill();
         let _ = self.daemon.wait();
@@ -125,7 +119,6 @@ impl Drop for PrivateBus {
     }
 }
 
-/// Runs a command to its end, and returns its output.
 pub(crate) async fn output(command: &mut Command) -> Output {
     let program = command.as_std().get_program().to_string_lossy().into_owned();
     match tokio::time::timeout(DEADLINE, command.output()).await {
@@ -135,7 +128,7 @@ pub(crate) async fn output(command: &mut Command) -> Output {
     }
 }
 
-/// Runs a command, which must succeed, and returns its text on stdout.
+/// Runs a command, which must succeed, and returns its stdout.
 pub(crate) async fn printed(command: &mut Command) -> String {
     let output = output(command).await;
     let text = |bytes: &[u8]| String::from_utf8_lossy(bytes).into_owned();
@@ -143,14 +136,13 @@ pub(crate) async fn printed(command: &mut Command) -> String {
     text(&output.stdout)
 }
 
-/// Runs a command, which must fail, and returns its text on stderr.
+/// Runs a command, which must fail, and returns its stderr.
 pub(crate) async fn complained(command: &mut Command) -> String {
     let output = output(command).await;
     assert!(!output.status.success(), "{command:?} succeeded: {}", String::from_utf8_lossy(&output.stdout));
     String::from_utf8_lossy(&output.stderr).into_owned()
 }
 
-/// The words for the Debian package that has a program which the tests need.
 fn package(program: &str) -> &'static str {
     match program {
         "dbus-daemon" => "the Debian package dbus-daemon",

@@ -1,4 +1,4 @@
-//! Bystanders: clients that run while a test disturbs their host, and that must not fail.
+//! Bystanders: clients that must survive while a test disturbs their host.
 
 use std::path::Path;
 use std::time::{Duration, Instant};
@@ -7,10 +7,10 @@ use super::client::Client;
 use super::host::{Host, alive};
 use super::wait::{DEADLINE, PAUSE, wait_for};
 
-/// A client of a test's host that must compute to its end undisturbed by the test.
+/// A client that must compute to its end.
 pub(crate) struct Bystander {
     child: Client,
-    /// A client of another control daemon on the same GPU, if there is one.
+    /// A client of another control daemon on the same GPU, if the topology has one.
     another: Option<Client>,
     ends: Instant,
 }
@@ -24,7 +24,7 @@ impl Bystander {
         let pid = child.id().to_string();
         wait_for("the client", || {
             let served = host.front_end(pipe, "ps").lines().any(|line| line.split(' ').next() == Some(&pid));
-            // On a busy machine the client may have finished before `ps` has shown it.
+            // On a busy machine, the client may end before `ps` has listed it.
             let done = child.try_wait().unwrap().inspect(|status| assert!(status.success(), "{status}"));
             (served || done.is_some()).then_some(())
         });
@@ -33,8 +33,8 @@ impl Bystander {
         Self { child, another, ends: Instant::now() + time }
     }
 
-    /// Returns true if the client has computed for its time and has ended. The test fails if the client has ended early or
-    /// with an error.
+    /// Returns true if the client has computed for its time and has ended. Fails if the client has ended early or with an
+    /// error.
     pub(crate) fn done(&mut self) -> bool {
         let mut both = std::iter::once(&mut self.child).chain(&mut self.another);
         both.all(|client| {
@@ -44,7 +44,6 @@ impl Bystander {
         })
     }
 
-    /// Fails unless the client still computes.
     pub(crate) fn check(&self) {
         for client in std::iter::once(&self.child).chain(&self.another) {
             assert!(alive(client.id()), "client {} was lost", client.id());

@@ -1,4 +1,4 @@
-//! Clients of control daemons: processes of the simulator's CUDA program `cuda-client`.
+//! Clients: processes of the simulated CUDA program `cuda-client`.
 
 use std::ops::{Deref, DerefMut};
 use std::process::{Child, Command, Stdio};
@@ -8,12 +8,11 @@ use serde_json::Value;
 use super::host::{Host, process_state, text};
 use super::wait::wait_for;
 
-/// A running CUDA program, or another program of a test. The program is killed when this value is dropped.
+/// A running program of a test, usually a CUDA program. The program is killed when this value is dropped.
 #[derive(Debug)]
 pub(crate) struct Client(Child);
 
 impl Client {
-    /// Starts a program.
     pub(crate) fn start(command: &mut Command) -> Self {
         Self(command.spawn().unwrap_or_else(|error| panic!("{command:?}: {error}")))
     }
@@ -45,15 +44,14 @@ impl Drop for Client {
     }
 }
 
-/// A Python program that stops the process with the PID in its argument by ptrace, as a debugger does.
+/// A Python program that stops a process by ptrace, as a debugger does.
 const DEBUGGER: &str = "import ctypes, sys, time\n\
     libc = ctypes.CDLL(None, use_errno=True)\n\
     assert libc.ptrace(16, int(sys.argv[1]), None, None) == 0\n\
     print('held', flush=True)\n\
     time.sleep(600)\n";
 
-/// The words for clients in the service's messages. Each client is given by its PID, its user, and the words that follow the
-/// user in the message.
+/// Returns the text by which the service's messages name clients. Each client has a PID, a user, and the words that follow.
 pub(crate) fn describe(clients: &[(u32, &str, &str)]) -> String {
     let mut clients = clients.to_vec();
     clients.sort_unstable();
@@ -63,29 +61,28 @@ pub(crate) fn describe(clients: &[(u32, &str, &str)]) -> String {
     format!("{} client{plural}: {}", named.len(), named.join("; "))
 }
 
-/// The name of the user who runs these tests.
 pub(crate) fn own_user() -> String {
     let id = Command::new("id").arg("-un").output().unwrap();
     String::from_utf8(id.stdout).unwrap().trim().to_owned()
 }
 
 impl Host {
-    /// The program `cuda-client`, as a client of the control daemon in the pipe directory of host.conf.
+    /// Makes a command that runs `cuda-client` as a client of the control daemon in the pipe directory of host.conf.
     pub(crate) fn program(&self, arguments: &[&str]) -> Command {
         let mut command = self.command("cuda-client");
         command.args(arguments).env("CUDA_MPS_PIPE_DIRECTORY", self.pipe()).stdout(Stdio::null());
         command
     }
 
-    /// The program `cuda-client` with the environment of a container that has a slice.
+    /// Makes a command that runs `cuda-client` with the environment of a container that has a slice.
     pub(crate) fn program_of(&self, device: &str, arguments: &[&str]) -> Command {
         let mut command = self.program(arguments);
         command.envs(self.environment_of(device));
         command
     }
 
-    /// The environment variables of a container that has a slice. If a variable names a directory that the container would
-    /// have as a mount, the path of this directory on the host replaces it.
+    /// Returns the environment of a container that has a slice. A variable with the path of a mount gets the path on the host
+    /// instead.
     pub(crate) fn environment_of(&self, device: &str) -> Vec<(String, String)> {
         let answer = self.container_of(device);
         let mounts = answer["mounts"].as_array().unwrap();
@@ -97,7 +94,7 @@ impl Host {
         variables.map(|(name, value)| (name.clone(), here(value))).collect()
     }
 
-    /// The settings that the service gives a container for a slice. The slice may already be bound to a control group.
+    /// Returns the settings that the service gives a container for a slice, even if the slice is bound to a control group.
     pub(crate) fn container_of(&self, device: &str) -> Value {
         let answer = self.mpsctl(&["env", device, "--share", "--format", "json"]);
         assert!(answer.status.success(), "{}", text(&answer));
@@ -116,7 +113,6 @@ impl Host {
         client
     }
 
-    /// Waits until the service lists the client with this PID.
     pub(crate) fn wait_until_listed(&self, pid: u32) {
         wait_for("the client", || {
             let clients = self.json(&["clients"])?;
@@ -124,18 +120,16 @@ impl Host {
         });
     }
 
-    /// All clients, as `yunion-mpsctl clients` lists them.
     pub(crate) fn clients(&self) -> Vec<Value> {
         self.json(&["clients"]).unwrap().as_array().unwrap().clone()
     }
 
-    /// The client with this PID, as `yunion-mpsctl clients` lists it. None if the client is not listed.
     pub(crate) fn listed(&self, pid: u32) -> Option<Value> {
         self.clients().into_iter().find(|client| client["pid"] == pid)
     }
 
     /// Starts a client of the control daemon in the pipe directory of host.conf, and waits until it is served. A client whose
-    /// GPU work the service has ended before counts as served.
+    /// GPU work was already ended counts as served.
     pub(crate) fn served(&self, command: &mut Command) -> Client {
         let mut client = Client::start(command);
         let (pipe, pid) = (self.pipe(), client.id().to_string());
@@ -147,7 +141,7 @@ impl Host {
         client
     }
 
-    /// Starts a client, and waits until a service with `log_level: debug` has logged the client's owner. From then on the
+    /// Starts a client, and waits until the service has logged its owner, which needs `log_level: debug`. From then on, the
     /// service can name the owner even after the client's end.
     pub(crate) fn known(&self, command: &mut Command) -> Client {
         let client = self.served(command);
@@ -156,15 +150,14 @@ impl Host {
         client
     }
 
-    /// Starts a client that computes until it is killed, and waits until the driver lists its memory: the driver does
-    /// so a moment after the control daemon has admitted the client. The host must have no other client.
+    /// Starts the host's only client, and waits until NVML lists its memory, a moment after the control daemon has admitted it.
     pub(crate) fn only_client(&self) -> Client {
         let client = Client::start(&mut self.program(&["hold", "600"]));
         self.wait_for_only_client();
         client
     }
 
-    /// Starts a debugger, and waits until the debugger has stopped the process with this PID.
+    /// Starts a debugger, and waits until it has stopped the process.
     pub(crate) fn debugger(&self, pid: u32) -> Client {
         let mut python = self.command("/usr/bin/python3");
         let debugger = Client::start(python.args(["-c", DEBUGGER, &pid.to_string()]));
@@ -172,7 +165,7 @@ impl Host {
         debugger
     }
 
-    /// A client causes a fatal GPU error, which hits all other clients of the GPU.
+    /// Starts a client that causes a fatal GPU error. The error hits all other clients of the GPU.
     pub(crate) fn fault(&self) {
         let culprit = self.program(&["fault"]).output().unwrap();
         assert_eq!(culprit.status.code(), Some(4), "{}", text(&culprit));

@@ -1,4 +1,4 @@
-//! Simulated containers without a container runtime: their control groups, and the mounts of a slice's directory.
+//! Containers without a container runtime: their control groups, and the mount of a slice's directory.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -7,31 +7,29 @@ use std::sync::atomic::{AtomicU32, Ordering};
 
 use super::host::Host;
 
-/// The reason for a skipped test if this process may not make control groups.
 pub(crate) const NO_CONTAINER_GROUP: &str = "no control group can be made here";
 
-/// The beginning of the name of the control group in which a test makes the control groups of a kubelet.
+/// The first part of the name of a test's control group, in which the control groups of a kubelet are made.
 pub(crate) const OF_TEST: &str = "yunion-test-";
 
-/// The control group of a container, as its runtime would make it.
+/// The control group of a container, as a container runtime makes it.
 pub(crate) struct ContainerGroup {
     pub(crate) id: String,
     pub(crate) directory: PathBuf,
 }
 
 impl ContainerGroup {
-    /// Makes the control group of a container. None if this process may not make control groups.
+    /// Makes the control group of a container. Returns None if this process may not make control groups.
     pub(crate) fn new() -> Option<Self> {
         Self::named(|id| format!("docker-{id}.scope"))
     }
 
-    /// Makes the control group of a container as the platform's host agent does.
+    /// Makes the control group of a container of a guest, as the platform's host agent does.
     pub(crate) fn of_a_guest() -> Option<Self> {
         Self::named(|id| format!("cloudpods/{id}"))
     }
 
-    /// Makes the control group of a container as a kubelet does, in the control group of a pod. The control group of the
-    /// simulated kubelet is inside a control group of the test.
+    /// Makes the control group of a container in that of a pod, as a kubelet does. Both are in a control group of the test.
     pub(crate) fn of_a_pod() -> Option<Self> {
         Self::named(|id| format!("{OF_TEST}{}/kubepods/pod/{id}", &id[..12]))
     }
@@ -39,13 +37,13 @@ impl ContainerGroup {
     fn named(name: impl Fn(&str) -> String) -> Option<Self> {
         static NUMBER: AtomicU32 = AtomicU32::new(0);
         let number = NUMBER.fetch_add(1, Ordering::Relaxed);
-        // The first 12 digits of each container id differ, since commands also accept the first 12 digits as a short id.
+        // Commands also accept the first 12 digits of a container id as a short id. So these digits must be unique.
         let id = format!("{:08x}{number:04x}{:052x}", std::process::id(), 0xabc);
         let mounts = fs::read_to_string("/proc/self/mountinfo").unwrap();
         let mounts = mounts.lines().filter(|line| line.contains(" - cgroup"));
         let mut mounts: Vec<&str> = mounts.map(|line| line.split(' ').nth(4).unwrap()).collect();
-        // The container's control group may be in any hierarchy of control groups. The test tries the hierarchies of systemd
-        // first, since some other hierarchies accept no process before they are configured.
+        // Any hierarchy is good enough for the control group. systemd's hierarchies come first, since some others accept no
+        // process before they are configured.
         mounts.sort_by_key(|mount| !mount.ends_with("systemd") && !mount.ends_with("unified"));
         mounts.into_iter().find_map(|mount| {
             let directory = Path::new(mount).join(name(&id));
@@ -54,18 +52,18 @@ impl ContainerGroup {
         })
     }
 
-    /// Puts a process into the container's control group, or into a descendant of that control group.
+    /// Moves a process into the control group, or into the control group `below` in it.
     pub(crate) fn take(&self, pid: u32, below: &str) {
         fs::write(self.directory.join(below).join("cgroup.procs"), pid.to_string()).unwrap();
     }
 
-    /// Moves a process out of the container's control group into that of its pod.
+    /// Moves a process from the control group of the container into that of its pod.
     pub(crate) fn let_go(&self, pid: u32) {
         fs::write(self.directory.with_file_name("cgroup.procs"), pid.to_string()).unwrap();
     }
 
-    /// Removes the container's control group after its processes have ended, as a runtime does. The control group of
-    /// the pod stays.
+    /// Removes the control group after its processes have ended, as a container runtime does. The control group of the pod
+    /// stays.
     pub(crate) fn remove(&self) {
         for below in ["init/deeper", "init", ""] {
             let _ = fs::remove_dir(self.directory.join(below));
@@ -82,8 +80,7 @@ impl Drop for ContainerGroup {
     }
 }
 
-/// The first lines of a shell script in a new mount namespace: they mount the slice's directory, which is the first
-/// argument, at the path that it has in a container.
+/// The first lines of a script in a new mount namespace. They mount the slice's directory, `$0`, at its path in a container.
 pub(crate) const MOUNT_SLICE: &str = "set -e\n\
     mount --make-rprivate /\n\
     mount --bind \"$0\" /mnt\n\
@@ -92,8 +89,8 @@ pub(crate) const MOUNT_SLICE: &str = "set -e\n\
     mount --bind /mnt /run/yunion-mps\n\
     umount /mnt\n";
 
-/// A command that runs a shell script in a new mount namespace. The script sees the slice's directory read-only at its path
-/// in a container, and no pipe directory.
+/// Makes a command that runs a script in a new mount namespace. The script sees the slice's directory read-only at its path in
+/// a container, and no pipe directory.
 pub(crate) fn contained(host: &Host, slice_directory: &Path, script: &str) -> Command {
     let read_only = "mount -o remount,bind,ro /run/yunion-mps\nmount -t tmpfs tmpfs \"$1\"\n";
     let mut command = host.command("unshare");

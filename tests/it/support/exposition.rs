@@ -1,4 +1,4 @@
-//! Metrics in `OpenMetrics` text, read by the parser of another project.
+//! Reads metrics in `OpenMetrics` text with a parser of another project.
 
 use std::collections::BTreeMap;
 use std::io::Write;
@@ -6,7 +6,7 @@ use std::process::{Command, Stdio};
 
 use super::host::text;
 
-/// The values of the samples in a text of metrics, by the name and labels of the sample.
+/// Returns the value of each sample, by the sample's name and labels.
 pub(crate) fn samples_of(exposition: &str) -> BTreeMap<String, f64> {
     let program = r#"
 import json, sys

@@ -1,10 +1,9 @@
-//! The files of tests/golden, which have recorded outputs of commands. A test compares outputs with these files byte by byte.
-//! An output without a recorded file is an error, and so is a recorded file without an output. With `UPDATE_GOLDEN=1` the
-//! tests write the recorded files, and remove files without an output.
+//! Compares outputs of commands with the recorded files in tests/golden, byte by byte. An output without a file is an error,
+//! and so is a file without an output. With `UPDATE_GOLDEN=1`, the tests write the files instead, and remove files without an
+//! output.
 //!
-//! For two boards all outputs are recorded, for 80 columns and, if the text differs, for 120 columns. For any other board
-//! only the outputs that `RECORDED` lists are recorded, for 80 columns, and the tests run its other commands without
-//! comparing their output.
+//! For two boards all outputs are recorded, for 80 columns and, if the text differs, for 120 columns. For other boards, only
+//! the outputs in `RECORDED` are recorded, for 80 columns. The tests run the other commands without a comparison.
 
 use std::collections::BTreeSet;
 use std::fmt::Write as _;
@@ -12,7 +11,7 @@ use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
-/// The directories of tests/golden, each with its recorded outputs. `None` means that all outputs are recorded.
+/// The directories of tests/golden, each with its recorded outputs. `None` stands for all outputs.
 const RECORDED: [(&str, Option<&[&str]>); 19] = [
     ("help", None),
     ("h200x8", None),
@@ -23,7 +22,7 @@ const RECORDED: [(&str, Option<&[&str]>); 19] = [
     ("mixed/screens", None),
     ("mixed/broken", None),
     ("mixed/broken/screens", None),
-    // The outputs that the manual shows, and the recorded answers from which the tables in the manual are made.
+    // The outputs in the manual, and the answers from which the manual's tables are made.
     (
         "tesla-p40",
         Some(&[
@@ -48,13 +47,13 @@ const RECORDED: [(&str, Option<&[&str]>); 19] = [
         ]),
     ),
     ("tesla-p40/screens", Some(&["clients.txt", "list.txt", "status.txt"])),
-    // The outputs that the README shows, and the recorded answers from which these outputs are made.
+    // The outputs in the README, and the answers from which they are made.
     ("h200", Some(&["clients.json", "list-gpus.json", "list.json", "status.json"])),
     ("h200/screens", Some(&["clients.txt", "list.txt"])),
-    // A board whose GPUs have different PCI domains, each GPU near the CPUs of its superchip.
+    // The GPUs of this board have different PCI domains, and each is near the CPUs of its superchip.
     ("gh200x4", Some(&["clients.json", "env.txt", "list-gpus.json", "list.json", "status.json"])),
     ("gh200x4/screens", Some(&["list-gpus-wide.txt", "list.txt", "status.txt"])),
-    // A board with a GPU that uses the memory of the host: NVML does not report the size of its memory and its free memory.
+    // This board's GPU uses the memory of the host. NVML does not report its memory.
     (
         "gb10",
         Some(&[
@@ -69,7 +68,7 @@ const RECORDED: [(&str, Option<&[&str]>); 19] = [
         ]),
     ),
     ("gb10/screens", Some(&["clients.txt", "list-gpus.txt", "list.txt", "status.txt"])),
-    // The outputs on the board `h200` after its only GPU was lost.
+    // The only GPU of the board `h200` is lost.
     (
         "h200/broken",
         Some(&[
@@ -93,8 +92,7 @@ pub(crate) fn directory(below: &str) -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden").join(below)
 }
 
-/// The directories in tests/golden that [`RECORDED`] does not name. A test that compares the outputs of a single directory
-/// would not find such directories.
+/// Returns the directories that [`RECORDED`] does not name. No other test would find them.
 pub(crate) fn unknown_directories() -> Vec<PathBuf> {
     let is_known = |path: &Path| RECORDED.iter().any(|(below, _)| directory(below).starts_with(path));
     let (mut left, mut unknown) = (vec![directory("")], Vec::new());
@@ -107,10 +105,10 @@ pub(crate) fn unknown_directories() -> Vec<PathBuf> {
     unknown
 }
 
-/// A comparison of outputs with the files of one directory, and the differences that were found.
+/// A comparison of outputs with the files of one directory, and the differences so far.
 pub(crate) struct Golden {
     below: String,
-    /// The outputs that are recorded in this directory. None: all outputs.
+    /// The outputs that are recorded in this directory. None stands for all outputs.
     listed: Option<&'static [&'static str]>,
     files: BTreeSet<String>,
     complaints: String,
@@ -123,7 +121,6 @@ impl Golden {
         Self { below: below.to_owned(), listed, files: BTreeSet::new(), complaints: String::new() }
     }
 
-    /// Returns true if every output of the directory is recorded, for 80 and for 120 columns.
     pub(crate) fn is_whole(&self) -> bool {
         self.listed.is_none()
     }
@@ -146,7 +143,6 @@ impl Golden {
         }
     }
 
-    /// Compares an output for 80 columns and for 120 columns.
     pub(crate) fn hold_both(&mut self, name: &str, command: &[&str], narrow: &str, wide: &str) {
         self.hold(&format!("{name}.txt"), command, narrow);
         if narrow != wide {
@@ -154,13 +150,13 @@ impl Golden {
         }
     }
 
-    /// Ends the comparison, and returns a text about all differences and all recorded files without an output.
+    /// Returns a text about all differences, and about all files without an output.
     pub(crate) fn finish(mut self) -> String {
         for listed in self.listed.unwrap_or_default() {
             assert!(self.files.contains(*listed), "{}/{listed} is listed, and no case prints it", self.below);
         }
-        // If the run had no output for the directory, the directory's files are not checked here: `unknown_directories`
-        // reports such a directory.
+        // Without any output for the directory in this run, its files can't be checked. `unknown_directories` reports a
+        // directory that no test uses.
         let known = self.is_whole() || !self.files.is_empty();
         for entry in known.then(|| fs::read_dir(directory(&self.below)).unwrap()).into_iter().flatten() {
             let path = entry.unwrap().path();

@@ -1,4 +1,4 @@
-//! A simulated host on which the real service runs, with a message bus of its own.
+//! A simulated host with its own message bus, on which the real service runs.
 
 use std::fs;
 use std::io::Write;
@@ -16,16 +16,14 @@ use super::bus::{AS_MEMBER, PrivateBus};
 use super::processes::processes_with;
 use super::wait::{DEADLINE, PAUSE, wait_for};
 
-/// The environment variable with the directory of programs for aarch64, which an emulator runs. [`crate::arm64`] sets the
-/// variable.
+/// The variable with the directory of the programs for aarch64, which an emulator runs. [`crate::arm64`] sets it.
 pub(crate) const EMULATED: &str = "MPS_TEST_EMULATED";
 
-/// Returns whether an emulator runs the programs under test.
+/// True if an emulator runs the programs under test.
 pub(crate) fn emulated() -> bool {
     std::env::var_os(EMULATED).is_some()
 }
 
-/// The directory of the programs under test and of the simulator's programs.
 pub(crate) fn binaries() -> PathBuf {
     if let Some(directory) = std::env::var_os(EMULATED) {
         return directory.into();
@@ -54,7 +52,6 @@ pub(crate) fn programs_with(out: &Path, name: &str, script: &str) -> PathBuf {
     programs
 }
 
-/// The directory of NVIDIA's control daemon of this series.
 pub(crate) fn nvidias(series: &str) -> PathBuf {
     let cache = if emulated() { ".cache/mps-arm64" } else { ".cache/mps" };
     let programs = Path::new(env!("CARGO_MANIFEST_DIR")).join(cache).join(series);
@@ -65,37 +62,34 @@ pub(crate) fn nvidias(series: &str) -> PathBuf {
     programs
 }
 
-/// The service's program.
 pub(crate) fn daemon() -> PathBuf {
     binaries().join("yunion-mps-daemon")
 }
 
-/// The program yunion-mpsctl.
 pub(crate) fn mpsctl() -> &'static str {
     static PROGRAM: LazyLock<String> =
         LazyLock::new(|| binaries().join("yunion-mpsctl").into_os_string().into_string().unwrap());
     &PROGRAM
 }
 
-/// A simulated host made from one of the simulator's boards.
 pub(crate) struct Host {
     directory: tempfile::TempDir,
-    /// The name of the first slice, or None if one control daemon serves all slices.
+    /// The name of the first slice if each slice has its own control daemon. None if one control daemon serves all slices.
     pub(super) first_slice: Option<String>,
     bus: PrivateBus,
-    /// The dbus-daemon that has replaced the first one, after [`Host::restart_bus`].
+    /// The dbus-daemon that [`Host::restart_bus`] has started.
     second_bus: Option<Child>,
     environment: Vec<(String, String)>,
     daemon: Option<Child>,
 }
 
-/// Options of setpriv that remove the capability to set the immutable flag.
+/// Options of setpriv that take away the capability to set the immutable flag.
 const WITHOUT_THE_FLAG: [&str; 4] = ["--bounding-set", "-linux_immutable", "--inh-caps", "-linux_immutable"];
 
 impl Host {
-    /// Makes the host. Only its bus runs.
+    /// Makes a host on which only the bus runs.
     pub(crate) fn new(board: &str) -> Self {
-        // The path of the host's directory is short, since the path of a socket in it must fit into 107 bytes.
+        // The path of a socket must fit into 107 bytes. So the path of this directory is short.
         let directory = tempfile::Builder::new().prefix("mps").tempdir_in("/tmp").unwrap();
         fs::set_permissions(directory.path(), fs::Permissions::from_mode(0o755)).unwrap();
         let root = directory.path().join("h");
@@ -106,7 +100,7 @@ impl Host {
             .output()
             .unwrap();
         assert!(made.status.success(), "{}", String::from_utf8_lossy(&made.stderr));
-        // A link at the path at which yunion-mpsctl looks for the runtime directory leads to the host's runtime directory.
+        // yunion-mpsctl looks for the runtime directory at this path, so a link there leads to the host's runtime directory.
         fs::create_dir_all(root.join("sysroot/run")).unwrap();
         symlink(root.join("run"), root.join("sysroot/run/yunion-mps-daemon")).unwrap();
         let bus = PrivateBus::start();
@@ -122,7 +116,6 @@ impl Host {
         Self { directory, first_slice: None, bus, second_bus: None, environment, daemon: None }
     }
 
-    /// Makes the host, starts the service, and waits until every GPU is served.
     pub(crate) fn serving(board: &str) -> Self {
         let mut host = Self::new(board);
         host.start();
@@ -130,22 +123,19 @@ impl Host {
         host
     }
 
-    /// The path of a file in the directory of the simulated host.
     pub(crate) fn path(&self, below: &str) -> PathBuf {
         self.directory.path().join("h").join(below)
     }
 
-    /// The real path of the file that the service of the simulated host sees at this absolute path.
+    /// The real path of the file that the service sees at the absolute path `path`.
     pub(crate) fn file(&self, path: &str) -> PathBuf {
         self.path("sysroot").join(path.trim_start_matches('/'))
     }
 
-    /// The address of the host's bus.
     pub(crate) fn bus_address(&self) -> String {
         self.bus.address()
     }
 
-    /// Stops the host's bus.
     pub(crate) fn stop_bus(&mut self) {
         self.bus.stop();
         if let Some(mut bus) = self.second_bus.take() {
@@ -154,7 +144,7 @@ impl Host {
         }
     }
 
-    /// Starts the stopped bus again, at its former address.
+    /// Starts the stopped bus again at the same address.
     pub(crate) fn restart_bus(&mut self) {
         let address = self.bus.address();
         let socket = Path::new(address.strip_prefix("unix:path=").unwrap());
@@ -168,7 +158,7 @@ impl Host {
         self.second_bus = Some(bus);
     }
 
-    /// Installs those files of the package on the simulated host that the programs look for.
+    /// Installs those files of the package that the programs look for.
     pub(crate) fn install(&self) {
         let source = Path::new(env!("CARGO_MANIFEST_DIR"));
         for (from, to) in [
@@ -182,7 +172,7 @@ impl Host {
         }
     }
 
-    /// Adds lines to host.conf. A line of `lines` replaces a line of host.conf with the same key.
+    /// Adds lines to host.conf. A line replaces a line with the same key.
     pub(crate) fn configure(&self, lines: &str) {
         let file = self.file("/etc/yunion/host.conf");
         let keys: Vec<&str> = lines.lines().filter_map(|line| Some(line.split_once(':')?.0)).collect();
@@ -192,14 +182,14 @@ impl Host {
         replace(&file, &(new.join("\n") + "\n"));
     }
 
-    /// Replaces the entries of the platform's device file. Each entry is given as the text of a YAML flow mapping.
+    /// Replaces the entries of the device file. Each entry is the text of a YAML flow mapping.
     pub(crate) fn devices(&self, entries: &[&str]) {
         let lines: Vec<String> = entries.iter().map(|entry| format!("- {{{entry}}}\n")).collect();
         let text = format!("devices:\n{}", lines.concat());
         replace(&self.file("/etc/yunion/host_container_device.yml"), &text);
     }
 
-    /// Writes a state file of the simulator, for example to inject a fault.
+    /// Writes a file of the simulator's state, for example to cause a fault.
     pub(crate) fn plant(&self, file: &str, text: &str) {
         let path = self.path(file);
         fs::create_dir_all(path.parent().unwrap()).unwrap();
@@ -208,7 +198,7 @@ impl Host {
         fs::rename(&new, &path).unwrap();
     }
 
-    /// A critical error (Xid) happens on a GPU. NVML reports the error to the service within a moment.
+    /// Causes a critical error (Xid) on a GPU, after the service has begun to wait for NVML's events.
     pub(crate) fn meets_xid(&self, gpu: u32, number: u32) {
         let directory = self.path(&format!("gpus/{gpu}"));
         let inode = format!(" ino:{:x} ", fs::metadata(&directory).unwrap().ino());
@@ -223,29 +213,24 @@ impl Host {
         writeln!(file, "{number}").unwrap();
     }
 
-    /// Removes a state file of the simulator, for example to end a fault.
     pub(crate) fn clear(&self, file: &str) {
         fs::remove_file(self.path(file)).unwrap();
     }
 
-    /// Puts a directory in front of the PATH of all programs that are started from now on.
     pub(crate) fn prefer(&mut self, directory: &Path) {
         self.change("PATH", |path| format!("{}:{path}", directory.display()));
     }
 
-    /// Changes an environment variable of all programs that are started from now on.
     pub(crate) fn change(&mut self, name: &str, change: impl FnOnce(&str) -> String) {
         let variable = self.environment.iter_mut().find(|(known, _)| known == name).unwrap();
         variable.1 = change(&variable.1);
     }
 
-    /// Sets an environment variable of all programs that are started from now on.
     pub(crate) fn set(&mut self, name: &str, value: &str) {
         self.environment.retain(|(known, _)| known != name);
         self.environment.push((name.to_owned(), value.to_owned()));
     }
 
-    /// A command in this host's environment.
     pub(crate) fn command(&self, program: impl AsRef<std::ffi::OsStr>) -> Command {
         let mut command = Command::new(program);
         without_foreign_variables(&mut command);
@@ -253,8 +238,7 @@ impl Host {
         command
     }
 
-    /// A command in this host's environment as another user, who is a member of the group yunion-mps. Only root can start a
-    /// program as another user.
+    /// Makes a command that runs as a member of the group yunion-mps. Only root can start it.
     pub(crate) fn command_as_member(&self, program: impl AsRef<std::ffi::OsStr>) -> Command {
         let mut command = self.command("setpriv");
         command.args(AS_MEMBER).arg(program);
@@ -267,12 +251,11 @@ impl Host {
         command
     }
 
-    /// Runs `yunion-mps-daemon --check`.
     pub(crate) fn check(&self) -> Output {
         self.daemon_command().arg("--check").output().unwrap()
     }
 
-    /// Starts the service. The messages of the service are written to the file daemon.log of the host.
+    /// Starts the service. Its messages go to the file daemon.log.
     pub(crate) fn start(&mut self) {
         let daemon = self.daemon_command();
         self.spawn(daemon);
@@ -288,8 +271,8 @@ impl Host {
         self.spawn(command);
     }
 
-    /// A command that runs a program in a user namespace that has no inotify instance left. Programs outside of the namespace
-    /// are not affected.
+    /// Makes a command that runs a program in a user namespace that may have no inotify instance. Programs outside of the
+    /// namespace are not affected.
     pub(crate) fn without_inotify(&self, program: &Command) -> Command {
         let mut command = self.command("unshare");
         command.args(["--user", "--map-root-user", "sh", "-c"]);
@@ -298,13 +281,12 @@ impl Host {
         command
     }
 
-    /// Starts the service in a user namespace that has no inotify instance left.
     pub(crate) fn start_without_inotify(&mut self) {
         let daemon = self.without_inotify(&self.daemon_command());
         self.spawn(daemon);
     }
 
-    /// Removes the immutable flag from a directory and from all directories below it.
+    /// Removes the immutable flag from a directory and all directories below it.
     pub(crate) fn let_change(&self, below: &str) {
         let mut chattr = Command::new("chattr");
         let _ = chattr.args(["-R", "-f", "-i"]).arg(self.path(below)).stderr(Stdio::null()).status();
@@ -318,7 +300,7 @@ impl Host {
         self.spawn(command);
     }
 
-    /// A command that runs a program on this host without the capability to set the immutable flag, like root in a container.
+    /// Makes a command that runs without the capability to set the immutable flag, like root in a container.
     pub(crate) fn without_the_flag(&self, program: &str) -> Command {
         let mut command = self.command("setpriv");
         command.args(WITHOUT_THE_FLAG).arg(program);
@@ -331,17 +313,14 @@ impl Host {
         self.daemon = Some(child);
     }
 
-    /// The log of the service.
     pub(crate) fn log(&self) -> String {
         fs::read_to_string(self.path("daemon.log")).unwrap_or_default()
     }
 
-    /// The PID of the service.
     pub(crate) fn pid(&self) -> u32 {
         self.daemon.as_ref().unwrap().id()
     }
 
-    /// Sends a signal to the service.
     pub(crate) fn signal(&self, signal: Signal) {
         signal_pid(self.pid(), signal);
     }
@@ -363,37 +342,33 @@ impl Host {
         }
     }
 
-    /// Stops the service as systemd does, and waits for its end.
+    /// Stops the service by SIGTERM, as systemd does, and waits for its end.
     pub(crate) fn stop(&mut self) -> ExitStatus {
         self.signal(Signal::TERM);
         self.ended()
     }
 
-    /// Runs yunion-mpsctl with these arguments.
     pub(crate) fn mpsctl(&self, arguments: &[&str]) -> Output {
         self.command(binaries().join("yunion-mpsctl")).args(arguments).output().unwrap()
     }
 
-    /// The JSON that yunion-mpsctl prints with these arguments. None if it fails.
+    /// Returns the JSON that yunion-mpsctl prints, or None if it fails.
     pub(crate) fn json(&self, arguments: &[&str]) -> Option<Value> {
         let output =
             self.command(binaries().join("yunion-mpsctl")).args(arguments).arg("--json").output().unwrap();
         output.status.success().then(|| serde_json::from_slice(&output.stdout).unwrap())
     }
 
-    /// All slices, as `yunion-mpsctl list` lists them.
     pub(crate) fn list(&self) -> Vec<Value> {
         let listed = self.json(&["list"]).unwrap_or_else(|| panic!("no list of devices\n{}", self.log()));
         listed.as_array().unwrap().clone()
     }
 
-    /// Waits until the service is in this state, and returns the status.
     pub(crate) fn wait_for_state(&self, state: &str) -> Value {
         self.wait_for_status(state, |status| status["service"]["state"] == state)
     }
 
-    /// Waits until the status satisfies `check`, and returns the status. `what` names the condition in the message of
-    /// a failure.
+    /// Waits until the status satisfies `check`, and returns the status. A failure names `what`.
     pub(crate) fn wait_for_status(&self, what: &str, check: impl Fn(&Value) -> bool) -> Value {
         let mut last = Value::Null;
         let deadline = Instant::now() + DEADLINE;
@@ -409,8 +384,8 @@ impl Host {
         }
     }
 
-    /// Waits until no GPU is served, for a reason with this text, and returns the status. If no GPU is served, the service's
-    /// state is `failed`, or `degraded` if the service waits as planned for clients of another control daemon.
+    /// Waits until no GPU is served and a reason contains this text, and returns the status. The state is then `failed`, or
+    /// `degraded` during a planned wait for the clients of another control daemon.
     pub(crate) fn wait_for_failure(&self, reason: &str) -> Value {
         self.wait_for_status(reason, |status| {
             let service = &status["service"];
@@ -421,7 +396,7 @@ impl Host {
         })
     }
 
-    /// Calls a method of the Manager's object with gdbus. If the call fails, gdbus prints the name of the error.
+    /// Calls a method of the Manager with gdbus, which prints the name of a D-Bus error.
     pub(crate) fn call(&self, method: &str) -> Output {
         self.command("gdbus")
             .args(["call", "--system", "--dest", "io.yunion.Mps1", "--object-path"])
@@ -430,20 +405,19 @@ impl Host {
             .unwrap()
     }
 
-    /// Makes the service read its configuration and check the host at once.
+    /// Reloads the service. A reload also makes a health check at once.
     #[track_caller]
     pub(crate) fn reload(&self) {
         succeeded(&self.call("Control.Reload"));
     }
 
-    /// The texts of all events that the service publishes.
     pub(crate) fn events(&self) -> Vec<String> {
         let status = self.json(&["status"]).unwrap();
         let events = status["events"].as_array().unwrap().iter();
         events.map(|event| event["text"].as_str().unwrap().to_owned()).collect()
     }
 
-    /// The answer of a method of the Manager, as busctl prints it, without the types.
+    /// Returns the answer of a method of the Manager, without its D-Bus types.
     pub(crate) fn busctl(&self, method: &str) -> Value {
         let output = self
             .command("busctl")
@@ -456,8 +430,8 @@ impl Host {
         untyped(&answer["data"][0])
     }
 
-    /// Waits until the driver lists the memory of the only client: the driver does so a moment after the control daemon has
-    /// admitted the client. On GPUs before Volta, which enforce no limits, the driver never lists the memory.
+    /// Waits until NVML lists the memory of the only client, a moment after the control daemon has admitted it. Before Volta,
+    /// NVML never lists it, and the client alone is enough.
     pub(crate) fn wait_for_only_client(&self) -> Value {
         let unknown = self.list().iter().all(|slice| slice["limits_enforced"] == false);
         wait_for("one client, with its memory", || {
@@ -468,7 +442,6 @@ impl Host {
         })
     }
 
-    /// The compute mode of the GPU with this index, in nvidia-smi's words.
     pub(crate) fn compute_mode(&self, gpu: usize) -> String {
         let output = self
             .command(self.path("bin/nvidia-smi"))
@@ -478,7 +451,6 @@ impl Host {
         String::from_utf8(output.stdout).unwrap().trim().to_owned()
     }
 
-    /// Sends one command to a control daemon's front end, and returns the answer.
     pub(crate) fn front_end(&self, pipe_directory: &Path, command: &str) -> String {
         let mut front_end = self
             .command("nvidia-cuda-mps-control")
@@ -488,21 +460,19 @@ impl Host {
             .stderr(Stdio::piped())
             .spawn()
             .unwrap();
-        // The result of the write is ignored: the write fails if the front end has found no control daemon and has ended
-        // before it reads.
+        // A front end that finds no control daemon ends before it reads. The write then fails, which does not matter.
         let _ = writeln!(front_end.stdin.take().unwrap(), "{command}");
         let output = front_end.wait_with_output().unwrap();
         String::from_utf8_lossy(&output.stdout).into_owned() + &String::from_utf8_lossy(&output.stderr)
     }
 
-    /// Waits until no process of the host is left. A front end that was interrupted during a command may be the last process
-    /// to end.
+    /// Waits until no process of the host runs. A front end that was interrupted may be the last one.
     pub(crate) fn nothing_runs(&self) {
         wait_for("no process", || self.processes().is_empty().then_some(()));
     }
 
-    /// The PIDs of all processes of this host, the service included. The function finds the processes by an environment
-    /// variable that all of them inherit.
+    /// Returns the PIDs of all processes of this host, the service included. All of them have inherited the variable
+    /// `YUNION_MPS_SIM`.
     pub(crate) fn processes(&self) -> Vec<u32> {
         let mark = format!("YUNION_MPS_SIM={}", self.path("").display().to_string().trim_end_matches('/'));
         processes_with(&mark)
@@ -522,12 +492,12 @@ impl Drop for Host {
         for pid in self.processes() {
             signal_pid(pid, Signal::KILL);
         }
-        // A killed service leaves immutable flags, with which the directory of the host could not be removed.
+        // A killed service leaves the immutable flag on directories, which then could not be removed.
         self.let_change("");
     }
 }
 
-/// True if this process can set the immutable flag on this file system, so that the service can set it too.
+/// True if this process can set the immutable flag in /tmp. Then the service can set it too.
 pub(crate) fn flag_can_be_set() -> bool {
     static CAN: LazyLock<bool> = LazyLock::new(|| {
         let directory = tempfile::tempdir_in("/tmp").unwrap();
@@ -538,8 +508,8 @@ pub(crate) fn flag_can_be_set() -> bool {
     *CAN
 }
 
-/// Removes variables from a command's environment that the tests may have inherited from a CUDA container or a systemd
-/// service, and that could affect the test.
+/// Removes variables that the test process may have inherited from a CUDA container or a systemd service. They could change
+/// what the command does.
 pub(crate) fn without_foreign_variables(command: &mut Command) {
     for (name, _) in std::env::vars_os() {
         let text = name.to_string_lossy();
@@ -552,25 +522,24 @@ pub(crate) fn without_foreign_variables(command: &mut Command) {
     }
 }
 
-/// Replaces a configuration file as an editor does: a reader finds either the old file or the new one.
+/// Replaces a file in one step, as an editor does. A reader finds the old text or the new text, and nothing between.
 fn replace(file: &Path, text: &str) {
     let new = file.with_extension("new");
     fs::write(&new, text).unwrap();
     fs::rename(&new, file).unwrap();
 }
 
-/// Sends a signal to a process. If the process has already ended, that is no error.
+/// Sends a signal to a process. A process that has ended is no error.
 pub(crate) fn signal_pid(pid: u32, signal: Signal) {
     let pid = Pid::from_raw(i32::try_from(pid).unwrap()).unwrap();
     let _ = kill_process(pid, signal);
 }
 
-/// The text of a command's output, stdout and stderr.
 pub(crate) fn text(output: &Output) -> String {
     String::from_utf8_lossy(&output.stdout).into_owned() + &String::from_utf8_lossy(&output.stderr)
 }
 
-/// The text on stdout of a command that has ended, and that must have succeeded.
+/// Returns the stdout of a command that must have succeeded.
 #[track_caller]
 pub(crate) fn succeeded(output: &Output) -> String {
     assert!(output.status.success(), "{}", text(output));
@@ -587,14 +556,14 @@ fn untyped(value: &Value) -> Value {
     }
 }
 
-/// Fails unless `found` has all values of `golden`. `found` may have more values.
+/// Fails unless `found` has all values of `golden`. `found` may have more.
 pub(crate) fn assert_has(found: &Value, golden: &Value) {
     for (key, value) in golden.as_object().unwrap() {
         assert_eq!(&found[key], value, "{key} of {found:#}");
     }
 }
 
-/// The only control daemon in a status, or the control daemon of the first slice. Null if the status has no control daemon.
+/// Returns the only control daemon in a status, or that of the first slice. Null without a control daemon.
 pub(crate) fn control_daemon(status: &Value) -> &Value {
     let control_daemons = status["control_daemons"].as_array().unwrap();
     let is_slice = |daemon: &Value| daemon["id"].as_str().unwrap().ends_with("-0");
@@ -602,14 +571,13 @@ pub(crate) fn control_daemon(status: &Value) -> &Value {
     control_daemons.first().unwrap_or(&Value::Null)
 }
 
-/// The PID of the only control daemon in a status, or of the control daemon of the first slice.
 pub(crate) fn control_pid(status: &Value) -> u32 {
     let pid = &control_daemon(status)["pid"];
     u32::try_from(pid.as_u64().unwrap_or_else(|| panic!("no PID in {status:#}"))).unwrap()
 }
 
-/// The fields of /proc/PID/stat after the name of the process: its state, its parent and so on. The name of the process may
-/// be no valid UTF-8. None if there is no process with this PID.
+/// Returns the fields of /proc/PID/stat after the process's name, which may be no valid UTF-8. The first field is the state,
+/// the second the parent. None without a process with this PID.
 pub(crate) fn stat_fields(pid: u32) -> Option<Vec<String>> {
     let stat = fs::read(format!("/proc/{pid}/stat")).ok()?;
     let name_ends = stat.iter().rposition(|byte| *byte == b')')?;
@@ -617,17 +585,17 @@ pub(crate) fn stat_fields(pid: u32) -> Option<Vec<String>> {
     Some(fields.split_whitespace().map(str::to_owned).collect())
 }
 
-/// The letter of a process's state, such as `S`. None if there is no process with this PID.
+/// Returns the letter of a process's state, such as `S`, or None without a process with this PID.
 pub(crate) fn process_state(pid: u32) -> Option<char> {
     stat_fields(pid)?[0].chars().next()
 }
 
-/// The start time of a process in clock ticks since boot, as the simulator writes it to the files of its GPUs.
+/// Returns the start time of a process in clock ticks since boot, as in the files of the simulated GPUs.
 pub(crate) fn start_time(pid: u32) -> String {
     stat_fields(pid).unwrap()[19].clone()
 }
 
-/// True if the process with this PID exists and has not ended.
+/// True if the process exists and is no zombie.
 pub(crate) fn alive(pid: u32) -> bool {
     process_state(pid).is_some_and(|state| !matches!(state, 'Z' | 'X'))
 }

@@ -1,4 +1,4 @@
-//! A listener for the service's D-Bus signals, which gdbus prints.
+//! Listens to the D-Bus signals of the service, which gdbus prints.
 
 use std::fs::{self, File};
 use std::path::PathBuf;
@@ -25,20 +25,18 @@ impl Listener {
         listener
     }
 
-    /// The text that gdbus has printed, a line for each signal.
     pub(crate) fn heard(&self) -> String {
         fs::read_to_string(&self.file).unwrap()
     }
 
-    /// Waits until gdbus prints a line with this text.
     pub(crate) fn wait_for(&self, text: &str) {
         wait_for(text, || self.heard().contains(text).then_some(()));
     }
 
-    /// Waits for the `ClientFault` signals with these PIDs: one signal, or several if the server was slow to name all
-    /// clients.
+    /// Waits for `ClientFault` signals with these PIDs. If the server is slow to name all clients, the service sends several
+    /// signals.
     pub(crate) fn wait_for_fault(&self, pids: &[u32]) -> String {
-        // Whole numbers are compared, since the text of one PID may be a part of the text of another PID.
+        // The digits of one PID may be a part of another PID. So whole numbers are compared.
         let names = |text: &str, pid: &u32| {
             text.split(|letter: char| !letter.is_ascii_digit()).any(|number| number.parse() == Ok(*pid))
         };

@@ -1,5 +1,4 @@
-//! The set-up that the tests share: simulated hosts, buses, clients, containers and snapshots. A helper function that two
-//! modules of tests need belongs in this module.
+//! Helper functions that several modules of tests use: simulated hosts, buses, clients, containers and Snapshots.
 
 pub(crate) mod bus;
 pub(crate) mod bystander;

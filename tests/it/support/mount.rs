@@ -1,4 +1,4 @@
-//! A file system that a test can fill.
+//! A small file system that a test can fill.
 
 use std::fs::{self, File};
 use std::io::Write;
@@ -7,7 +7,6 @@ use std::process::Command;
 
 use super::host::text;
 
-/// A small file system that is mounted at this path.
 pub(crate) struct Mount(PathBuf);
 
 impl Mount {
@@ -20,7 +19,7 @@ impl Mount {
         Self(path)
     }
 
-    /// Fills the file system until it has no free space.
+    /// Writes until the file system has no free space.
     pub(crate) fn fill(&self) {
         let mut file = File::create(self.0.join("fill")).unwrap();
         while file.write_all(&[0; 4096]).is_ok() {}
@@ -33,7 +32,7 @@ impl Mount {
 
 impl Drop for Mount {
     fn drop(&mut self) {
-        // Processes of the host may still have open files in the file system, so the unmount is lazy.
+        // Processes of the host may still have open files on it. So the unmount is lazy.
         let _ = Command::new("umount").arg("--lazy").arg(&self.0).status();
     }
 }

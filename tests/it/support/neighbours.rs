@@ -1,5 +1,5 @@
-//! Clients of two tenants on one GPU: a victim in a long CUDA kernel, whose GPU work the test has ended, and a bystander that
-//! must survive.
+//! Clients of two tenants on one GPU: a victim in a long CUDA kernel, whose GPU work a test ends, and a bystander, which must
+//! survive.
 
 use std::io::Read;
 use std::path::PathBuf;
@@ -9,17 +9,15 @@ use super::client::Client;
 use super::host::{Host, binaries, process_state};
 use super::wait::wait_for;
 
-/// The text that a client prints when the control daemon has ended its work.
+/// The text that a client prints when the control daemon has ended its GPU work.
 pub(crate) const TERMINATED: &str = "the MPS client has been terminated by the server (810)";
 
-/// A host that serves GPUs, with a client that must survive the whole test.
 pub(crate) struct Neighbours {
     pub(crate) host: Host,
     pub(crate) pipe_directory: PathBuf,
     pub(crate) bystander: Client,
 }
 
-/// Starts the bystander, a client of slice 0.
 pub(crate) fn bystander(host: &Host) -> Client {
     Client::start(host.program_of("00:06.0-0", &["hold", "600"]).stdout(Stdio::piped()))
 }
@@ -36,13 +34,12 @@ impl Neighbours {
         neighbours
     }
 
-    /// The PIDs of the clients that the control daemon lists.
     pub(crate) fn listed(&self) -> Vec<u32> {
         let table = self.host.front_end(&self.pipe_directory, "ps");
         table.lines().filter_map(|line| line.split_whitespace().next()?.parse().ok()).collect()
     }
 
-    /// Waits until a client has started its kernel. A client that has started its kernel sleeps.
+    /// Waits until a client has started its kernel. It then sleeps in state `S`.
     pub(crate) fn computes(&self, pid: u32) {
         wait_for("the client computes", || {
             (self.listed().contains(&pid) && process_state(pid) == Some('S')).then_some(())
@@ -57,7 +54,7 @@ impl Neighbours {
         pid
     }
 
-    /// Starts a client of slice 1 that is in a long kernel.
+    /// Starts a client of slice 1, and waits until it is in a long kernel.
     pub(crate) fn victim(&self) -> Child {
         let victim =
             self.host.program_of("00:06.0-1", &["long", "600"]).stdout(Stdio::piped()).spawn().unwrap();
@@ -65,7 +62,7 @@ impl Neighbours {
         victim
     }
 
-    /// Starts a client of slice 1 of another user that is in a long kernel.
+    /// Starts a client of slice 1 as another user, and waits until it is in a long kernel.
     pub(crate) fn user_victim(&self) -> Child {
         let mut command = self.host.command_as_member(self.host.path("bin/cuda-client"));
         command.envs(self.host.environment_of("00:06.0-1")).args(["long", "600"]).stdout(Stdio::piped());
@@ -74,8 +71,8 @@ impl Neighbours {
         victim
     }
 
-    /// Waits until all other clients have ended, and returns true if the bystander still computes. If a fault occurs, it hits
-    /// the bystander before the control daemon removes the client that caused the fault from its list.
+    /// Waits until all other clients have ended, and returns true if the bystander still computes. A fault would hit the
+    /// bystander before the control daemon stops listing the client that caused the fault.
     pub(crate) fn bystander_survives(&mut self) -> bool {
         let bystander = self.bystander.id();
         wait_for("the others are gone", || self.listed().iter().all(|pid| *pid == bystander).then_some(()));
@@ -93,14 +90,12 @@ impl Neighbours {
         command
     }
 
-    /// Starts `yunion-mpsctl run` with a command, as a client of slice 1.
     pub(crate) fn run(&self, command: &[&str]) -> Child {
         let mut run = self.ctl(&["run", "00:06.0-1", "--"]);
         run.args(command).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap()
     }
 }
 
-/// Waits for the end of a child process, and returns its exit status and its output.
 pub(crate) fn ended(mut child: Child) -> (Option<i32>, String) {
     let status = wait_for("the process ends", || child.try_wait().unwrap());
     let mut said = String::new();
@@ -111,7 +106,6 @@ pub(crate) fn ended(mut child: Child) -> (Option<i32>, String) {
     (status.code(), said)
 }
 
-/// Fails unless the client has ended with the message that its GPU work was ended.
 pub(crate) fn assert_terminated(victim: Child) {
     let (status, said) = ended(victim);
     assert!(said.contains(TERMINATED), "{said}");

@@ -1,6 +1,6 @@
-//! A node of Kubernetes: the real service on a simulated host, the device plugin, and a simulated kubelet. The kubelet is the
-//! Python program `tests/kubernetes/kubelet.py`, which shares no code with the plugin: it uses gRPC's C library, and
-//! Kubernetes' own description of the messages, compiled by protoc.
+//! A Kubernetes node: the real service on a simulated host, the device plugin, and a simulated kubelet. The kubelet is the
+//! Python program `tests/kubernetes/kubelet.py`. It shares no code with the plugin: it uses the C library of gRPC, and messages
+//! that protoc compiles from Kubernetes' own description.
 
 use std::collections::BTreeMap;
 use std::fs::{self, File};
@@ -19,14 +19,14 @@ use super::wait::{DEADLINE, wait_for};
 
 pub(crate) const SOURCES: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/kubernetes");
 
-/// The name of the resource for the four slices of a GPU on the board `h200`.
+/// The resource for a quarter of a GPU of the board `h200`.
 pub(crate) const QUARTER: &str = "yunion.io/mps-35gib";
 
-/// The directory of the Python code that protoc makes from Kubernetes' descriptions of the kubelet's messages, with
-/// Kubernetes' types of objects.
+/// The directory of Python code for the kubelet's messages and Kubernetes' objects. protoc has made it from Kubernetes' own
+/// descriptions.
 const MESSAGES: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/.cache/kubernetes-api");
 
-/// The directory [`MESSAGES`], which must exist.
+/// Returns [`MESSAGES`]. Fails if this directory does not exist.
 pub(crate) fn messages() -> &'static Path {
     let messages = Path::new(MESSAGES);
     let is_there = messages.join("kubernetes").is_dir();
@@ -34,17 +34,16 @@ pub(crate) fn messages() -> &'static Path {
     messages
 }
 
-/// A simulated kubelet, which is a Python program, and the events that the program has reported.
+/// A simulated kubelet, and the events that it has reported.
 pub(crate) struct FakeKubelet {
     pub(crate) process: Client,
     lines: Receiver<Value>,
-    /// `events` are the events that the test has not waited for yet, and `heard` are all events.
+    /// `heard` has all events of the kubelet. `events` has those that no test function has removed yet.
     pub(crate) events: Vec<Value>,
     pub(crate) heard: Vec<Value>,
 }
 
 impl FakeKubelet {
-    /// Starts a simulated kubelet, as after a boot or after the end of another kubelet.
     pub(crate) fn start(host: &Host) -> Self {
         Self::start_with(host, &[])
     }
@@ -72,7 +71,7 @@ impl FakeKubelet {
         kubelet
     }
 
-    /// Waits for an event that satisfies `says`, or finds it among earlier events, and returns it.
+    /// Returns the last event that satisfies `says`, and waits for it if there is none yet.
     #[track_caller]
     pub(crate) fn wait(&mut self, what: &str, says: impl Fn(&Value) -> bool) -> Value {
         if let Some(found) = self.events.iter().rev().find(|event| says(event)) {
@@ -90,8 +89,8 @@ impl FakeKubelet {
         }
     }
 
-    /// Waits until the plugin's last list of a resource has this number of devices, and exactly the devices in `unhealthy`
-    /// are unhealthy.
+    /// Waits until the plugin's last list has `number` devices of the resource, of which exactly those in `unhealthy` are
+    /// unhealthy.
     #[track_caller]
     pub(crate) fn wait_for_devices(
         &mut self,
@@ -105,12 +104,12 @@ impl FakeKubelet {
             if list.len() == number && self::unhealthy(&list) == unhealthy {
                 return list;
             }
-            // A list of devices from before this call does not count.
+            // A list from before this call does not count.
             self.events.retain(|event| !lists(event));
         }
     }
 
-    /// Waits until the plugin registers a resource after this call.
+    /// Waits until the plugin registers the resource again. A registration that an earlier call has returned does not count.
     #[track_caller]
     pub(crate) fn wait_for_registration(&mut self, resource: &str) -> Value {
         let registered = |event: &Value| event["event"] == "registered" && event["resource"] == resource;
@@ -119,7 +118,6 @@ impl FakeKubelet {
         found
     }
 
-    /// Makes the simulated kubelet do what `call` says, and returns the answer or the error.
     #[track_caller]
     pub(crate) fn call(&mut self, call: &Value) -> Value {
         let is_answer = |event: &Value| event.get("answer").is_some() || event.get("error").is_some();
@@ -133,7 +131,7 @@ impl FakeKubelet {
         self.call(&json!({"call": "allocate", "resource": resource, "containers": [names]}))
     }
 
-    /// Makes the kubelet ask for the settings of a container, which must succeed.
+    /// Makes the kubelet ask for the settings of a container, and returns these settings. The plugin must not refuse.
     #[track_caller]
     pub(crate) fn allocated(&mut self, resource: &str, names: &[&str]) -> Value {
         let answer = self.allocate(resource, names);
@@ -141,8 +139,8 @@ impl FakeKubelet {
         answer["answer"][0].clone()
     }
 
-    /// Makes the kubelet ask for the settings of a container, which must be refused. Returns the code and the text of
-    /// the refusal.
+    /// Makes the kubelet ask for the settings of a container. The plugin must refuse. Returns the code and the text of its
+    /// error.
     #[track_caller]
     pub(crate) fn refused(&mut self, resource: &str, names: &[&str]) -> (String, String) {
         let answer = self.allocate(resource, names);
@@ -150,8 +148,8 @@ impl FakeKubelet {
         (error["code"].as_str().unwrap().to_owned(), error["text"].as_str().unwrap().to_owned())
     }
 
-    /// Admits a pod with these containers, as the kubelet does with each pod that the scheduler has placed on its
-    /// node. Returns the answer for each container, or the code and the text of the refusal.
+    /// Makes the kubelet admit a pod with these containers. Returns the answer for each container, or the code and the text of
+    /// the refusal.
     pub(crate) fn admit(&mut self, pod: &str, containers: &Value) -> Result<Value, (String, String)> {
         let answer = self.call(&json!({"call": "admit", "pod": pod, "containers": containers}));
         let text = |key: &str| answer["error"][key].as_str().map(str::to_owned);
@@ -161,8 +159,8 @@ impl FakeKubelet {
         }
     }
 
-    /// Admits a pod with one container that asks for `number` slices. Returns the devices that the kubelet has
-    /// chosen, and the settings of the container.
+    /// Makes the kubelet admit a pod with one container that asks for `number` slices. Returns the chosen slices and the
+    /// settings of the container.
     #[track_caller]
     pub(crate) fn admitted(&mut self, pod: &str, number: u32) -> (Vec<String>, Value) {
         let admitted =
@@ -171,18 +169,18 @@ impl FakeKubelet {
         (names(&main["devices"]), main["settings"].clone())
     }
 
-    /// Admits all pods again, as a kubelet does after its start. `running` are the containers of these pods that run.
-    /// Returns the reasons why pods are rejected.
+    /// Makes the kubelet admit all pods again, as after its start. `running` has those containers that run. Returns the reasons
+    /// for which pods are rejected.
     pub(crate) fn admit_again(&mut self, running: &Value) -> Value {
         self.call(&json!({"call": "admit again", "running": running}))["answer"].clone()
     }
 
-    /// Makes a pod inactive for the kubelet: its containers have ended, or it was deleted by force.
+    /// Makes a pod inactive for the kubelet, as after the end of its containers or a deletion by force.
     pub(crate) fn ended(&mut self, pod: &str) {
         self.call(&json!({"call": "ended", "pod": pod}));
     }
 
-    /// The containers to which the kubelet has given each device of [`QUARTER`], as pod/container.
+    /// Returns the containers to which the kubelet has given each device of [`QUARTER`], as pod/container.
     pub(crate) fn given(&mut self) -> BTreeMap<String, Vec<String>> {
         let given = self.call(&json!({"call": "given"}))["answer"][QUARTER].clone();
         let given = given.as_object().cloned().unwrap_or_default();
@@ -190,22 +188,19 @@ impl FakeKubelet {
     }
 }
 
-/// A container that asks for this number of slices of [`QUARTER`].
 pub(crate) fn main_with(number: u32) -> Value {
     json!({"name": "main", "init": false, "resource": QUARTER, "number": number})
 }
 
-/// An init container that asks for a slice: it ends before other containers of its pod begin.
+/// Describes an init container that asks for a slice. It ends before the other containers of its pod start.
 pub(crate) fn init_container() -> Value {
     json!({"name": "download", "init": true, "resource": QUARTER, "number": 1})
 }
 
-/// The strings in a JSON list.
 fn names(list: &Value) -> Vec<String> {
     list.as_array().unwrap().iter().map(|name| name.as_str().unwrap().to_owned()).collect()
 }
 
-/// The device plugin as a process, with its log.
 pub(crate) struct Plugin {
     pub(crate) process: Client,
     log: PathBuf,
@@ -222,7 +217,6 @@ impl Plugin {
         command
     }
 
-    /// Starts the plugin by a command, with a log of this name.
     pub(crate) fn started_by(host: &Host, mut command: Command, log: &str) -> Self {
         let log = host.path(log);
         let file = File::options().create(true).append(true).open(&log).unwrap();
@@ -247,7 +241,7 @@ impl Drop for Plugin {
     }
 }
 
-/// A host that serves its GPUs and writes a CDI spec.
+/// Starts a service that writes a CDI spec, and waits until it is ready.
 pub(crate) fn serving(board: &str) -> Host {
     let mut host = Host::new(board);
     host.configure(&format!("cuda_mps_cdi_directory: {}", host.path("run/cdi").display()));
@@ -256,7 +250,7 @@ pub(crate) fn serving(board: &str) -> Host {
     host
 }
 
-/// A host that serves its GPUs, with a kubelet and the device plugin. `more` are further arguments of the plugin.
+/// Starts the service, a kubelet and the device plugin. `more` are further arguments of the plugin.
 pub(crate) fn node(board: &str, more: &[&str]) -> (Host, FakeKubelet, Plugin) {
     let host = serving(board);
     let kubelet = FakeKubelet::start(&host);

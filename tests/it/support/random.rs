@@ -1,19 +1,18 @@
-//! Random numbers for tests that act at random. A seed repeats them.
+//! Random numbers for tests. A test that fails prints the seed, with which the same numbers can be made again.
 
 use std::io::Write;
 use std::time::Duration;
 
-/// Random numbers from a seed (splitmix64).
+/// A generator of random numbers (`splitmix64`).
 pub(crate) struct Random(u64);
 
 impl Random {
-    /// Random numbers with the seed in the variable `FAULT_SEED`, or with a new seed. The seed is printed if the test
-    /// fails.
+    /// Starts with the seed in the variable `FAULT_SEED`, or with a new seed. If the test fails, the seed is printed.
     pub(crate) fn seeded(test: &str) -> (Self, Seed) {
         Self::seeded_by("FAULT_SEED", test)
     }
 
-    /// Random numbers with the seed in a variable that the test names, or with a new seed.
+    /// Like [`Self::seeded`], with the seed in another variable.
     pub(crate) fn seeded_by(variable: &'static str, test: &str) -> (Self, Seed) {
         let seed = std::env::var(variable).ok();
         let seed = seed.map(|seed| seed.parse().unwrap_or_else(|e| panic!("{variable}={seed}: {e}")));
@@ -32,7 +31,6 @@ impl Random {
         z ^ (z >> 31)
     }
 
-    /// A random number from 0 to one less than `bound`.
     pub(crate) fn below(&mut self, bound: u64) -> u64 {
         self.next() % bound
     }
@@ -42,7 +40,6 @@ impl Random {
     }
 }
 
-/// Prints the seed of a test if the test fails.
 pub(crate) struct Seed {
     test: String,
     variable: &'static str,

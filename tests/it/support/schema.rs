@@ -1,4 +1,4 @@
-//! Checks that the JSON which the commands print has the form of the schemas in docs/schemas.
+//! Compares the JSON of the commands with the schemas in docs/schemas.
 
 use std::collections::BTreeSet;
 use std::io::Write;
@@ -10,22 +10,19 @@ use serde_json::Value;
 
 use super::host::text;
 
-/// The keys of JSON objects as paths: `[].pcie_info.version`. In such a path, `*` stands for the keys of a map.
+/// The keys of JSON objects as paths, such as `[].pcie_info.version`. `*` stands for the keys of a map.
 #[derive(Debug, Deserialize)]
 pub(crate) struct Keys {
-    /// The keys that the schema describes.
     pub(crate) documented: BTreeSet<String>,
-    /// The keys that the checked documents have.
     pub(crate) present: BTreeSet<String>,
 }
 
-/// The directory of the schemas.
 pub(crate) fn directory() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("docs/schemas")
 }
 
-/// Checks documents with the schema of this name. A key that the schema does not describe is an error in this check, although
-/// it is no error for a program that reads the documents.
+/// Checks documents against a schema. Here a key without a description is an error. A program that reads the documents should
+/// ignore such a key.
 #[track_caller]
 pub(crate) fn strict(schema: &str, documents: &[Value]) -> Keys {
     let mut checker = Command::new("/usr/bin/python3")

@@ -1,4 +1,4 @@
-//! A terminal on which a program runs, and its screen as a person sees it.
+//! Runs a program on a terminal, and interprets its output as a terminal would show it.
 
 use std::fs::File;
 use std::io::{Read, Write};
@@ -26,7 +26,6 @@ struct Shown {
 }
 
 impl Screen {
-    /// Starts a program on a terminal of this size.
     pub(crate) fn start(program: &Command, rows: u16, columns: u16) -> Self {
         let terminal = openpt(OpenptFlags::RDWR | OpenptFlags::NOCTTY).unwrap();
         grantpt(&terminal).unwrap();
@@ -35,7 +34,8 @@ impl Screen {
         let name = ptsname(&terminal, Vec::new()).unwrap();
         let end = rustix::fs::open(&name, OFlags::RDWR | OFlags::NOCTTY, Mode::empty()).unwrap();
         let end = File::from(end);
-        // The program becomes the leader of a session with this terminal, so the terminal sends it signals.
+        // `setsid --ctty` makes this terminal the program's controlling terminal. Otherwise the terminal would send no signals
+        // to the program.
         let mut command = Command::new("setsid");
         command.arg("--ctty").arg(program.get_program()).args(program.get_args());
         for (name, value) in program.get_envs() {
@@ -55,7 +55,7 @@ impl Screen {
         let (mut reads, sees) = (terminal.try_clone().unwrap(), Arc::clone(&shown));
         std::thread::spawn(move || {
             let mut bytes = [0; 4096];
-            // When the last program on the terminal has ended, reading returns an error.
+            // A read returns an error after the last program on the terminal has ended.
             while let Ok(count @ 1..) = reads.read(&mut bytes) {
                 let mut shown = sees.lock().unwrap();
                 shown.parser.process(&bytes[..count]);
@@ -69,7 +69,6 @@ impl Screen {
         self.program.id()
     }
 
-    /// Types keys on the terminal.
     pub(crate) fn keys(&mut self, keys: &str) {
         self.terminal.write_all(keys.as_bytes()).unwrap();
     }
@@ -79,18 +78,16 @@ impl Screen {
         tcsetwinsize(&self.terminal, size(rows, columns)).unwrap();
     }
 
-    /// The text of the screen, with a line for each row.
     pub(crate) fn text(&self) -> String {
         self.shown.lock().unwrap().parser.screen().contents()
     }
 
-    /// All bytes that the program has written to the terminal, as text.
+    /// Returns all that the program has written to the terminal, with control characters.
     pub(crate) fn written(&self) -> String {
         String::from_utf8_lossy(&self.shown.lock().unwrap().bytes).into_owned()
     }
 
-    /// Waits until the screen satisfies `check`, and returns its text. `what` names the condition in the message of a
-    /// failure.
+    /// Waits until the screen satisfies `check`, and returns its text. A failure names `what`.
     #[track_caller]
     pub(crate) fn wait_until(&self, what: &str, check: impl Fn(&str) -> bool) -> String {
         let mut last = String::new();
@@ -103,25 +100,23 @@ impl Screen {
         found.unwrap_or_else(|_| panic!("never {what}:\n{}", self.text()))
     }
 
-    /// Waits until the screen has this text, and returns the text of the screen.
     #[track_caller]
     pub(crate) fn wait_for(&self, text: &str) -> String {
         self.wait_until(text, |screen| screen.contains(text))
     }
 
-    /// Waits for the end of the program, and returns its exit status: 128 plus the signal's number if a signal has ended it.
+    /// Waits for the end of the program. Returns its exit status, or 128 plus the number of the signal that has ended it.
     pub(crate) fn ended(&mut self) -> i32 {
         let status = wait_for("the program's end", || self.program.try_wait().unwrap());
         status.code().unwrap_or_else(|| 128 + status.signal().unwrap())
     }
 
-    /// Waits until the program has restored the terminal for a shell, after its last output.
     #[track_caller]
     pub(crate) fn wait_until_restored(&self) {
         wait_for("a restored terminal", || self.is_restored().then_some(()));
     }
 
-    /// True if the terminal echoes and edits lines, shows its main screen and has a cursor.
+    /// True if the terminal echoes and edits lines, shows its main screen, and has a cursor.
     pub(crate) fn is_restored(&self) -> bool {
         let modes = tcgetattr(&self.terminal).unwrap().local_modes;
         let shown = self.shown.lock().unwrap();

@@ -1,4 +1,4 @@
-//! The D-Bus part of the service without its other parts. The D-Bus part runs in the test's own process, on a private bus.
+//! Runs only the D-Bus part of the service, in the process of the test and on a private bus.
 
 use std::sync::Arc;
 
@@ -8,7 +8,6 @@ use yunion_mps::{BusConnection, Request};
 
 use crate::support::bus::PrivateBus;
 
-/// A private bus, and the D-Bus part of the service on it.
 pub(crate) struct Service {
     pub(crate) bus: PrivateBus,
     pub(crate) served: BusConnection,
@@ -28,7 +27,7 @@ impl Service {
         tokio::spawn(async move {
             while let Some(request) = asked.recv().await {
                 match request {
-                    // The test's Snapshot always has the present clients, so the request `LookAtClients` is answered at once.
+                    // The test's Snapshot always has the present clients. So `LookAtClients` is answered at once.
                     Request::LookAtClients(reply) => drop(reply.send(Ok(()))),
                     request => drop(others.send(request).await),
                 }
@@ -39,7 +38,6 @@ impl Service {
         Self { bus, served, requests, snapshot }
     }
 
-    /// Publishes a new Snapshot, as the service's main loop does.
     pub(crate) async fn publish(&mut self, new: Snapshot) {
         let new = Arc::new(new);
         self.snapshot.send_replace(Arc::clone(&new));

@@ -1,4 +1,4 @@
-//! The part of a service manager that receives the service's notifications.
+//! Plays the part of systemd that receives the service's notifications.
 
 use std::collections::VecDeque;
 use std::io::ErrorKind;
@@ -8,10 +8,10 @@ use std::time::Instant;
 use super::host::Host;
 use super::wait::DEADLINE;
 
-/// The service manager's end of the notification socket.
+/// The receiving end of the notification socket.
 pub(crate) struct ServiceManager {
     socket: UnixDatagram,
-    /// The notifications that were received and that the test has not looked at yet.
+    /// Received notifications that no call has returned yet.
     waiting: VecDeque<String>,
 }
 
@@ -28,7 +28,7 @@ impl ServiceManager {
         self.socket.set_read_timeout(Some(DEADLINE)).unwrap();
         let length = loop {
             match self.socket.recv(&mut bytes) {
-                // SIGCHLD about the end of a child process, for example of another test, has interrupted the call of `recv`.
+                // SIGCHLD can interrupt `recv` when a child of any test ends.
                 Err(error) if error.kind() == ErrorKind::Interrupted => {}
                 received => break received.expect("a message of the daemon's"),
             }
@@ -37,12 +37,12 @@ impl ServiceManager {
         text.lines().map(str::to_owned).collect()
     }
 
-    /// The next notification of the service. The messages WATCHDOG=1, signs of life for the watchdog, are skipped.
+    /// Returns the next notification, without WATCHDOG=1.
     pub(crate) fn next(&mut self) -> String {
         self.until(|message| message != "WATCHDOG=1").pop().unwrap()
     }
 
-    /// The notifications up to the first one that satisfies `wanted`.
+    /// Returns the notifications up to the first that satisfies `wanted`.
     pub(crate) fn until(&mut self, wanted: impl Fn(&str) -> bool) -> Vec<String> {
         let deadline = Instant::now() + DEADLINE;
         let mut heard = Vec::new();

@@ -1,4 +1,4 @@
-//! Functions for the directories of slices, which containers get as mounts.
+//! Functions for the directories of slices, which containers have as mounts.
 
 use std::fs;
 use std::os::unix::fs::MetadataExt;
@@ -6,7 +6,6 @@ use std::path::{Path, PathBuf};
 
 use super::host::Host;
 
-/// The directory of a slice on the host.
 pub(crate) fn directory_of(host: &Host, slice: &str) -> PathBuf {
     let container = host.container_of(slice);
     let mounts = container["mounts"].as_array().unwrap();
@@ -16,19 +15,17 @@ pub(crate) fn directory_of(host: &Host, slice: &str) -> PathBuf {
     mounts[0]["host"].as_str().unwrap().into()
 }
 
-/// The inode number of a file. None if there is no file.
 pub(crate) fn inode(path: &Path) -> Option<u64> {
     fs::symlink_metadata(path).map(|found| found.ino()).ok()
 }
 
-/// True if `control` in the slice's directory is a hard link to the socket of the control daemon in `control_directory`, and
-/// the slice's directory has no other file.
+/// True if the only file in the slice's directory is `control`, a hard link to the socket in `control_directory`.
 pub(crate) fn leads_to(directory: &Path, control_directory: &Path) -> bool {
     files(directory) == ["control"]
         && inode(&directory.join("control")) == inode(&control_directory.join("control"))
 }
 
-/// The names of the files in a directory that can be read.
+/// Returns the names of the files in a directory, or none if the directory can't be read.
 pub(crate) fn files(directory: &Path) -> Vec<String> {
     let Ok(files) = fs::read_dir(directory) else { return Vec::new() };
     let mut files: Vec<_> = files.map(|file| file.unwrap().file_name().into_string().unwrap()).collect();

@@ -1,4 +1,4 @@
-//! Examples of the Snapshot, the state that the service publishes.
+//! Examples of a Snapshot.
 
 use std::fs;
 use std::path::PathBuf;
@@ -16,7 +16,6 @@ use mps_core::terms::DaemonId;
 
 pub(crate) const P40: &str = "GPU-76aef7ff-372d-2432-b4b4-beca4d8d3400";
 
-/// A Tesla P40 at `address` with four slices.
 pub(crate) fn tesla_p40(address: &str, uuid: &str) -> GpuView {
     let mut gpu = samples::gpu(address, uuid);
     gpu.confirmed_thread_percentage = Some(25);
@@ -28,7 +27,6 @@ pub(crate) fn tesla_p40(address: &str, uuid: &str) -> GpuView {
     gpu
 }
 
-/// The Snapshot of a host on which these GPUs are served.
 pub(crate) fn serving(gpus: Vec<GpuView>) -> Snapshot {
     let since = SystemTime::UNIX_EPOCH + Duration::from_secs(1_700_000_000);
     Snapshot {
@@ -59,17 +57,17 @@ pub(crate) fn serving(gpus: Vec<GpuView>) -> Snapshot {
     }
 }
 
-/// The first GPU of a Snapshot, for a change of it.
 pub(crate) fn first_gpu(snapshot: &mut Snapshot) -> &mut GpuView {
     Arc::make_mut(&mut snapshot.gpus.as_mut().unwrap()[0])
 }
 
-/// The Snapshot of the board in the platform's own documentation: one Tesla P40 at 0000:00:06.0, four slices.
+/// The Snapshot of the host in the platform's documentation: one Tesla P40 at 0000:00:06.0 with four slices.
 pub(crate) fn p40_board() -> Snapshot {
     serving(vec![tesla_p40("0000:00:06.0", P40)])
 }
 
-/// Adds a socket file for clients to the Snapshot, in a directory that is removed when the second returned value is dropped.
+/// Gives all GPUs a temporary pipe directory, with a plain file in place of the socket. The directory is removed when the
+/// second value is dropped.
 pub(crate) fn with_socket(mut snapshot: Snapshot) -> (Snapshot, TempDir) {
     let directory = tempfile::tempdir().unwrap();
     fs::write(directory.path().join("control"), "").unwrap();

@@ -1,5 +1,5 @@
-//! Tests that run twice: on a host with one control daemon for all GPUs, and on a host with a control daemon for each slice.
-//! On a host with a control daemon for each slice, a test is about the control daemon of the first slice.
+//! Runs tests twice: with one control daemon for all GPUs, and with a control daemon for each slice. In the second case, each
+//! test is about the control daemon of the first slice.
 
 use std::fs;
 use std::path::PathBuf;
@@ -15,8 +15,8 @@ pub(crate) enum Topology {
     PerSlice,
 }
 
-/// Makes two tests of each of these functions, one for each topology. With a control daemon for each slice, the functions
-/// behind `soak` run only in `make soak`, since they hardly depend on the topology.
+/// Makes two tests of each function, one for each topology. The functions behind `soak` hardly depend on the topology. Their
+/// tests with a control daemon for each slice run only in `make soak`.
 macro_rules! in_both_topologies {
     ($($test:ident),* $(,)? $(; soak: $($in_soak:ident),* $(,)?)?) => {
         mod shared {
@@ -37,7 +37,7 @@ macro_rules! in_both_topologies {
 pub(crate) use in_both_topologies;
 
 impl Topology {
-    /// The simulated board with the oldest GPU that the service can serve in this topology.
+    /// The board with the oldest GPU that can be served in this topology.
     pub(crate) fn oldest_board(self) -> &'static str {
         match self {
             Self::Shared => "tesla-p40",
@@ -46,9 +46,8 @@ impl Topology {
     }
 }
 
-/// Methods for the control daemon that a test is about: the only control daemon, or the control daemon of the first slice.
+/// These methods are about one control daemon: the only one, or that of the first slice.
 impl Host {
-    /// Makes a host with this topology. Only its bus runs.
     pub(crate) fn with_topology(topology: Topology, board: &str) -> Self {
         let mut host = Self::new(board);
         if topology == Topology::PerSlice {
@@ -59,7 +58,6 @@ impl Host {
         host
     }
 
-    /// Makes a host with this topology, starts the service, and waits until every GPU is served.
     pub(crate) fn serving_as(topology: Topology, board: &str) -> Self {
         let mut host = Self::with_topology(topology, board);
         host.start();
@@ -67,22 +65,20 @@ impl Host {
         host
     }
 
-    /// The id of the control daemon that the test is about.
     pub(crate) fn control_daemon_id(&self) -> String {
         self.first_slice.clone().unwrap_or_else(|| "shared".to_owned())
     }
 
-    /// The pipe directory of the control daemon that the test is about, in which clients connect.
+    /// The pipe directory, in which clients connect to the control daemon.
     pub(crate) fn pipe(&self) -> PathBuf {
         self.its_own_below("mps/pipe")
     }
 
-    /// The private directory of the control daemon that the test is about, in whose socket it accepts every command.
+    /// The private directory of the control daemon. The socket in it accepts every command.
     pub(crate) fn private(&self) -> PathBuf {
         self.its_own_below("mps/pipe.private")
     }
 
-    /// The path of the log of the control daemon that the test is about.
     pub(crate) fn control_log(&self) -> PathBuf {
         self.its_own_below("mps/log").join("control.log")
     }
@@ -93,15 +89,13 @@ impl Host {
         below.unwrap_or(directory)
     }
 
-    /// The slices of the control daemon that the test is about, as `yunion-mpsctl list` lists them.
     pub(crate) fn its_slices(&self) -> Vec<Value> {
         let is_its =
             |slice: &Value| self.first_slice.as_ref().is_none_or(|first| slice["addr"] == first.as_str());
         self.list().into_iter().filter(is_its).collect()
     }
 
-    /// Waits until the control daemon that the test is about does not serve, for a reason with this text, and returns the
-    /// status.
+    /// Waits until the control daemon does not serve and its reason contains this text, and returns the status.
     pub(crate) fn wait_until_it_fails(&self, reason: &str) -> Value {
         if self.first_slice.is_none() {
             return self.wait_for_failure(reason);
@@ -114,13 +108,12 @@ impl Host {
         })
     }
 
-    /// The compute mode that a GPU has while it is served.
     pub(crate) fn compute_mode_while_served(&self) -> &'static str {
         if self.first_slice.is_none() { "Exclusive_Process" } else { "Default" }
     }
 
-    /// The command of a client on the same GPU as the first slice, in another slice, which has its own control daemon. None
-    /// if the topology has only one control daemon.
+    /// Makes a command that runs a client in the second slice, which has its own control daemon. Returns None if one control
+    /// daemon serves all slices.
     pub(crate) fn program_of_another(&self, arguments: &[&str]) -> Option<Command> {
         let first = self.first_slice.as_ref()?;
         Some(self.program_of(&first.replace("-0", "-1"), arguments))

@@ -6,44 +6,40 @@ use serde::Deserialize;
 #[derive(Debug, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Board {
-    /// The driver's version, `580.159.04`.
+    /// For example `580.159.04`.
     pub driver: String,
     /// The version of the MPS control daemon: 535, 550, 555 or 580.
     pub mps: u32,
-    /// The memory of the host in KiB, as /proc/meminfo has it. None if no GPU of the board shares the memory of the
-    /// host, so that its size makes no difference.
+    /// The memory of the host in KiB, as `/proc/meminfo` has it. `None` if no GPU shares the host's memory, so that its size
+    /// makes no difference.
     pub host_memory_kib: Option<u64>,
-    /// The cards, in PCI order.
     pub cards: Vec<Card>,
-    /// Entries of `host_container_device.yml`, the device file of the platform, for PCI addresses at which the board
-    /// has no card.
+    /// Entries of the platform's device file, `host_container_device.yml`, for PCI addresses at which the board has no card.
     #[serde(default)]
     pub entries: Vec<Entry>,
 }
 
-/// One display device on the PCI bus.
 #[derive(Debug, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Card {
-    /// The card's full PCI address, `0000:00:06.0`.
+    /// For example `0000:00:06.0`.
     pub pci: String,
-    /// The numbers of the card's vendor and device, such as `10de:1b38`.
+    /// The PCI ids of the vendor and the device, such as `10de:1b38`.
     pub id: String,
     /// The vendor's name in pci.ids.
     pub vendor_name: String,
     /// The device's name in pci.ids, such as `GP102GL [Tesla P40]`.
     pub device_name: String,
-    /// The card's NUMA node. -1 if the card has none.
+    /// -1 if the card has no NUMA node.
     pub numa_node: i32,
-    /// The CPUs near the card, as the kernel lists them: `0-47,96-143`. None if /sys does not list the CPUs.
+    /// The CPUs near the card, as the kernel lists them, such as `0-47,96-143`. `None` if /sys does not list them.
     pub local_cpus: Option<String>,
-    /// The PCI Express generation of the card's link: 3 is 8 GT/s, 5 is 32 GT/s.
+    /// The generation of the card's PCI Express link: 3 is 8 GT/s, 5 is 32 GT/s.
     pub link_gen: u32,
-    /// The number of lanes of the card's PCI Express link.
     pub link_width: u32,
     /// The card's entry in the platform's device file, without the key for the path of the card.
     pub entry: Entry,
-    /// The facts that NVML reports about the card. None if the card is of another vendor.
+    /// `None` if the card is not of NVIDIA.
     pub gpu: Option<GpuFacts>,
 }
 
@@ -54,30 +50,27 @@ pub struct Entry {
     /// The type of the virtual devices, such as `NVIDIA_MPS`.
     #[serde(rename = "type")]
     pub kind: String,
-    /// The number of virtual devices of the card.
     pub virtual_number: u32,
-    /// The memory of each virtual device, such as `20GiB`. None if the entry has no key `memory`.
+    /// The memory of each virtual device, such as `20GiB`. `None` if the entry has no key `memory`.
     pub memory: Option<String>,
 }
 
-/// The facts that the driver reports about an NVIDIA GPU.
 #[derive(Debug, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct GpuFacts {
     /// `GPU-` and 36 characters.
     pub uuid: String,
-    /// NVML's name, `NVIDIA H200`.
+    /// The name that NVML returns, such as `NVIDIA H200`.
     pub name: String,
-    /// The total memory of the GPU in MiB, including the part that the driver reserves. None if NVML does not report a
-    /// total, since the GPU shares the host's memory.
+    /// The total memory of the GPU in MiB, including the part that the driver reserves. `None` if the GPU shares the host's
+    /// memory, since NVML then reports no total.
     pub memory_total_mib: Option<u64>,
-    /// The part of the GPU's memory that the driver reserves, in KiB.
     pub memory_reserved_kib: u64,
-    /// The GPU's compute capability, such as `9.0`.
+    /// For example `9.0`.
     pub compute_capability: String,
-    /// The number of the GPU's streaming multiprocessors.
+    /// The number of streaming multiprocessors.
     pub sms: u32,
-    /// True if MIG mode is enabled. None if the GPU has no MIG mode.
+    /// True if MIG mode is enabled. `None` if the GPU has no MIG mode.
     pub mig: Option<bool>,
 }
 
@@ -90,11 +83,10 @@ const BOARDS: [(&str, &str); 6] = [
     ("gb10", include_str!("../boards/gb10.yaml")),
 ];
 
-/// The board with this name, or the board in the file with this path, which has a slash.
+/// Loads the board with this name, or from the file with this path. A name with a slash is a path.
 ///
 /// # Errors
-/// The board is unknown, and the error lists the known boards. An error is also returned if the file of the board can't
-/// be read.
+/// No known board has the name, or the file can't be read. The error lists the known boards.
 pub fn load(name: &str) -> Result<Board, String> {
     let text = if name.contains('/') {
         std::fs::read_to_string(name).map_err(|error| format!("{name}: {error}"))?

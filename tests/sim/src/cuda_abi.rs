@@ -1,4 +1,4 @@
-//! The simulated CUDA driver's C ABI, for programs that look at their first GPU and allocate memory.
+//! The C ABI of the simulated CUDA driver, for programs that query their first GPU and allocate memory.
 
 #![allow(unsafe_code, non_snake_case)]
 
@@ -17,16 +17,15 @@ const NO_DEVICE: c_uint = 100;
 const INVALID_DEVICE: c_uint = 101;
 const INVALID_CONTEXT: c_uint = 201;
 
-/// The numbers of the device attributes for which programs ask the simulated CUDA driver.
+/// CUDA's numbers of two device attributes.
 const MULTIPROCESSOR_COUNT: c_int = 16;
 const MEMORY_POOLS_SUPPORTED: c_int = 115;
 
 const MIB: u64 = 1024 * 1024;
 
-/// The use of the first GPU by this process.
 struct Process {
     context: Option<Context>,
-    /// The allocated blocks of memory by address, with their sizes in bytes.
+    /// The address of each allocated block, with the size of the block in bytes.
     memory: BTreeMap<u64, u64>,
     next_address: u64,
 }
@@ -42,7 +41,7 @@ fn finish(answer: Answer) -> c_uint {
     answer.err().unwrap_or(0)
 }
 
-/// Writes an answer to the place that the caller of a CUDA function has given.
+/// Writes an answer to the memory that the caller of a CUDA function has given.
 ///
 /// # Safety
 /// `place` is null or may be written.
@@ -55,7 +54,7 @@ unsafe fn put<T>(place: *mut T, value: T) -> Answer {
     Ok(())
 }
 
-/// The GPUs that this process sees, or CUDA's error.
+/// Returns the GPUs that `CUDA_VISIBLE_DEVICES` makes visible, or CUDA's error.
 fn gpus() -> Result<Vec<Gpu>, c_uint> {
     let host = Host::from_env().map_err(|_| NO_DEVICE)?;
     host.driver().ok_or(NO_DEVICE)?;
@@ -144,7 +143,7 @@ extern "C" fn cuCtxSetCurrent(_context: *mut c_void) -> c_uint {
 }
 
 impl Process {
-    /// The free and the total memory that the process sees, in bytes.
+    /// Returns the free and the total memory that the process sees, in bytes.
     fn free_and_total(&self) -> Result<(u64, u64), c_uint> {
         let (_, free, total) =
             self.context.as_ref().and_then(Context::first_device).ok_or(INVALID_CONTEXT)?;
@@ -200,7 +199,6 @@ extern "C" fn cuMemFree_v2(address: u64) -> c_uint {
 #[unsafe(no_mangle)]
 unsafe extern "C" fn cuGetErrorString(error: c_uint, place: *mut *const c_char) -> c_uint {
     let text = std::ffi::CString::new(client::text(error)).unwrap_or_default();
-    // The text of the error is never freed, since the caller may use the text for ever. Errors are rare, so the texts
-    // that are never freed take little memory.
+    // The text is never freed, since the caller may use it for ever. Errors are rare, so these texts take little memory.
     finish(unsafe { put(place, text.into_raw().cast_const()) })
 }

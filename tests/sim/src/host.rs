@@ -1,4 +1,4 @@
-//! Makes the files of a simulated host. On a real host the kernel, udev and an administrator make such files.
+//! Makes the files of a simulated host. On a real host the kernel, udev and an administrator make the same files.
 
 use std::fs;
 use std::io;
@@ -8,11 +8,11 @@ use std::path::{Path, PathBuf};
 use crate::board::{Board, Card, GpuFacts};
 use crate::state::{Pci, write};
 
-/// Makes the host of a board in a directory that is empty or does not exist yet. `slices` replaces the number of slices
-/// of every GPU. `programs` is the directory with this crate's programs and its library.
+/// Makes a host with this board in a directory that is empty or does not exist yet. `slices` replaces the number of slices of
+/// every GPU. `programs` is the directory with this crate's programs and its library.
 ///
 /// # Errors
-/// A file or a directory can't be written. The error names the file or the directory.
+/// The directory is not empty, or a file can't be written. The error names the directory or the file.
 pub fn create(board: &Board, root: &Path, slices: Option<u32>, programs: &Path) -> Result<(), String> {
     let taken = fs::read_dir(root).is_ok_and(|mut entries| entries.next().is_some());
     if taken {
@@ -30,7 +30,7 @@ pub fn create(board: &Board, root: &Path, slices: Option<u32>, programs: &Path) 
     made().map_err(|error| format!("{}: {error}", root.display()))
 }
 
-/// The variables that a shell has to export to use the host.
+/// Returns shell commands that set the environment for programs of the host.
 pub fn exports(root: &Path) -> String {
     let root = format!("'{}'", root.display().to_string().replace('\'', r"'\''"));
     format!(
@@ -39,7 +39,6 @@ pub fn exports(root: &Path) -> String {
     )
 }
 
-/// Makes /sys, /dev and pci.ids of the simulated host.
 fn bus(board: &Board, sysroot: &Path) -> io::Result<()> {
     let dev = sysroot.join("dev");
     let by_path = dev.join("dri/by-path");
@@ -73,20 +72,19 @@ fn bus(board: &Board, sysroot: &Path) -> io::Result<()> {
     fs::write(hwdata.join("pci.ids"), pci_ids(board))
 }
 
-/// Makes /proc/meminfo.
 fn memory(board: &Board, proc: &Path) -> io::Result<()> {
     let Some(kib) = board.host_memory_kib else { return Ok(()) };
     fs::create_dir_all(proc)?;
     fs::write(proc.join("meminfo"), format!("MemTotal:       {kib} kB\n"))
 }
 
-/// Makes a file for a device node that every user may open, as every user may open the nodes of NVIDIA's driver.
+/// Makes a file in the place of a device node of NVIDIA's driver. Every user may open the file, like the device node.
 fn for_everybody(path: &Path) -> io::Result<()> {
     fs::write(path, "")?;
     fs::set_permissions(path, fs::Permissions::from_mode(0o666))
 }
 
-/// Makes one device's directory in the kernel's layout, and returns its path below /sys.
+/// Makes the directory of a device below /sys, as the kernel does. Returns its path below /sys.
 fn device(card: &Card, sysroot: &Path, nodes: &[&str]) -> io::Result<String> {
     let (bus, _) = card.pci.rsplit_once(':').unwrap_or_default();
     let path = format!("devices/pci{bus}/{}", card.pci);
@@ -130,8 +128,8 @@ fn link_speed(generation: u32) -> (&'static str, u32) {
     }
 }
 
-/// The 256 bytes of a card's PCI configuration space: the identification, a power management capability, and after it
-/// the PCI Express capability with the link's speed and width.
+/// Returns the first 256 bytes of a card's PCI configuration space. The PCI Express capability has the link's speed and width.
+/// A power management capability precedes it in the list of capabilities.
 fn config_space(card: &Card) -> Vec<u8> {
     const POWER: u8 = 0x60;
     const EXPRESS: u8 = 0x78;
@@ -153,7 +151,7 @@ fn config_space(card: &Card) -> Vec<u8> {
     put(0x09, &[0x00, 0x02, 0x03]);
     put(0x34, &[POWER]);
     put(POWER, &[0x01, EXPRESS]);
-    // The PCI Express capability has version 2, belongs to a legacy endpoint, and is the last one in the list.
+    // The PCI Express capability has version 2, belongs to a legacy endpoint, and is the last capability in the list.
     put(EXPRESS, &[0x10, 0x00, 0x12, 0x00]);
     put(EXPRESS + 0x0c, &link_capabilities);
     space
@@ -187,7 +185,6 @@ fn pci_ids(board: &Board) -> String {
     text + "C 03  Display controller\n\t02  3D controller\n"
 }
 
-/// Makes the configuration of the service: host.conf and the platform's device file.
 fn configuration(board: &Board, root: &Path, slices: Option<u32>) -> io::Result<()> {
     let yunion = root.join("sysroot/etc/yunion");
     fs::create_dir_all(&yunion)?;
@@ -223,7 +220,6 @@ fn configuration(board: &Board, root: &Path, slices: Option<u32>) -> io::Result<
     fs::write(yunion.join(file), devices)
 }
 
-/// Makes the files with the state of the simulated driver, of its GPUs, and of MPS.
 fn driver(board: &Board, root: &Path) -> io::Result<()> {
     write(&root.join("driver"), &board.driver)?;
     fs::create_dir_all(root.join("mps/fault"))?;
@@ -234,7 +230,7 @@ fn driver(board: &Board, root: &Path) -> io::Result<()> {
         let processes = directory.join("processes");
         fs::create_dir_all(&processes)?;
         fs::create_dir_all(directory.join("error"))?;
-        // CUDA programs of all users write files into the directory `processes` of a GPU.
+        // CUDA programs of all users write files into a GPU's directory `processes`.
         fs::set_permissions(&processes, fs::Permissions::from_mode(0o1777))?;
         for (name, text) in values(index, card, facts, board) {
             write(&directory.join(name), &text)?;
@@ -264,7 +260,7 @@ fn values(index: usize, card: &Card, facts: &GpuFacts, board: &Board) -> Vec<(&'
     values
 }
 
-/// Makes links to the simulated programs and libraries, with the names of the programs and libraries on a real host.
+/// Makes links to the simulated programs and libraries, with the names that they have on a real host.
 fn links(root: &Path, programs: &Path) -> io::Result<()> {
     let (bin, lib) = (root.join("bin"), root.join("lib"));
     fs::create_dir_all(&bin)?;
@@ -272,30 +268,30 @@ fn links(root: &Path, programs: &Path) -> io::Result<()> {
     for name in ["nvidia-cuda-mps-control", "nvidia-cuda-mps-server", "nvidia-smi", "cuda-client"] {
         symlink(programs.join(name), bin.join(name))?;
     }
-    // The simulated library has both the functions of NVML and the functions of CUDA, so two links point to it.
+    // The simulated library has the functions of NVML and of CUDA, so two links point to it.
     ["libnvidia-ml.so.1", "libcuda.so.1"]
         .into_iter()
         .try_for_each(|name| symlink(library(programs), lib.join(name)))
 }
 
-/// The path of the simulated library. The library is in the directory of the programs, but `cargo test` writes it only to
-/// deps/, and the file in deps/ is never older.
+/// Returns the path of the simulated library. `cargo build` writes the library to `deps/` and to the directory of the programs.
+/// `cargo test` writes the library only to `deps/`, so the file in `deps/` is never the older one.
 fn library(programs: &Path) -> PathBuf {
     let [deps, beside] = ["deps/libnvidia_ml.so", "libnvidia_ml.so"].map(|name| programs.join(name));
     if deps.exists() { deps } else { beside }
 }
 
-/// Replaces the simulated host's NVML library by a copy without a function, as if the driver was too old for the
+/// Replaces the NVML library of the simulated host with a copy that lacks a function, as if the driver was too old for the
 /// function.
 ///
 /// # Errors
-/// The library has no such function, or a file can't be read or written.
+/// The library has no function with this name, or a file can't be read or written.
 pub fn without_function(root: &Path, function: &str) -> Result<(), String> {
     let library = root.join("lib/libnvidia-ml.so.1");
     let failed = |error: io::Error| format!("{}: {error}", library.display());
     let mut bytes = fs::read(&library).map_err(failed)?;
-    // The dynamic linker finds a function by the hash of its name, and then compares the name itself. With another text
-    // in place of the name, the linker does not find the function.
+    // The dynamic linker looks a function up by the hash of its name, and then compares the name. With another text in the
+    // place of the name, the linker does not find the function.
     let name = [b"\0", function.as_bytes(), b"\0"].concat();
     let places: Vec<usize> =
         bytes.windows(name.len()).enumerate().filter(|(_, text)| *text == name).map(|(at, _)| at).collect();

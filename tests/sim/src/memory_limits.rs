@@ -1,5 +1,5 @@
-//! The memory limits of control groups on a GPU, as NVIDIA's documentation describes them for driver 615. NVML names a
-//! control group by its directory, adds up the memory of all processes in the control group and below it, and refuses a
+//! The memory limits of control groups on a GPU, as NVIDIA's documentation describes them for driver 615. NVML names a control
+//! group by its directory. For each control group NVML adds up the memory of all processes in it and below it, and refuses a
 //! limit that is smaller than the sum.
 
 use std::fs;
@@ -7,22 +7,22 @@ use std::path::{Path, PathBuf};
 
 use crate::state::{Gpu, Host, code};
 
-/// The value that NVML returns as the hard limit of a control group without a limit.
+/// NVML returns this value as the hard limit of a control group without a limit.
 pub const NO_LIMIT: u64 = u64::MAX;
 
 const MIB: u64 = 1 << 20;
 
-/// The first series of NVIDIA's driver that has memory limits for control groups.
+/// The first series of NVIDIA's driver with memory limits for control groups.
 const FIRST_SERIES: u32 = 615;
 
 /// The soft and the hard memory limit of a control group, in bytes.
 pub type Limits = (u64, u64);
 
-/// Checks that NVML's functions for the memory limits of control groups work: the driver has them, the GPU accounts for
-/// memory (its file `memory_accounting` exists), and the control group exists.
+/// Checks that NVML can read and set memory limits of this control group on this GPU. The driver must have the functions, the
+/// GPU must account for memory (its file `memory_accounting` exists), and the control group must exist.
 ///
 /// # Errors
-/// NVML's return code.
+/// The error is NVML's return code.
 pub fn check(host: &Host, gpu: &Gpu, group: &str) -> Result<(), u32> {
     let series = host.driver().and_then(|driver| driver.split('.').next()?.parse().ok()).unwrap_or(0);
     if series < FIRST_SERIES {
@@ -34,7 +34,7 @@ pub fn check(host: &Host, gpu: &Gpu, group: &str) -> Result<(), u32> {
     if fs::metadata(group).is_ok_and(|found| found.is_dir()) { Ok(()) } else { Err(code::OPERATING_SYSTEM) }
 }
 
-/// The memory limits of a control group on a GPU. A control group without limits of its own reads the limits of the
+/// Returns the memory limits of a control group on a GPU. A control group without limits of its own has the limits of the
 /// nearest control group above it.
 pub fn limits(gpu: &Gpu, group: &str) -> Limits {
     let own = |group: &Path| {
@@ -48,7 +48,7 @@ pub fn limits(gpu: &Gpu, group: &str) -> Limits {
 /// Sets the memory limits of a control group on a GPU.
 ///
 /// # Errors
-/// NVML's return code.
+/// The error is NVML's return code.
 pub fn set(gpu: &Gpu, group: &str, (soft, hard): Limits) -> Result<(), u32> {
     let total = gpu.memory_mib() * MIB;
     if soft > hard || (hard != NO_LIMIT && (hard > total || hard < used_bytes(gpu, group))) {
@@ -59,15 +59,15 @@ pub fn set(gpu: &Gpu, group: &str, (soft, hard): Limits) -> Result<(), u32> {
     written.map_err(|_| code::UNKNOWN)
 }
 
-/// The GPU memory of all processes in a control group and below it, in bytes.
+/// Returns the GPU memory of all processes in a control group and below it, in bytes.
 pub fn used_bytes(gpu: &Gpu, group: &str) -> u64 {
     let processes = gpu.processes();
     let inside = processes.iter().filter(|(pid, _)| is_in(**pid, group));
     inside.map(|(_, (_, mib))| mib * MIB).sum()
 }
 
-/// The memory in MiB that a process can still allocate on a GPU by the limits of its control groups. None if no control
-/// group of the process has a limit.
+/// Returns the memory in MiB that a process can still allocate on a GPU by the limits of its control groups. `None` if no
+/// control group of the process has a limit.
 pub fn room_mib(gpu: &Gpu, pid: u32) -> Option<u64> {
     let files = fs::read_dir(gpu.path("memory_limits")).into_iter().flatten().flatten();
     let groups = files.filter_map(|file| Some(file.file_name().to_str()?.replace('%', "/")));
@@ -80,7 +80,6 @@ fn file(group: &str) -> String {
     PathBuf::from("memory_limits").join(group.replace('/', "%")).display().to_string()
 }
 
-/// True if a process is in the control group with this directory, or below it.
 fn is_in(pid: u32, group: &str) -> bool {
     let mounts = ["/sys/fs/cgroup/systemd", "/sys/fs/cgroup"];
     let Some(path) = mounts.iter().find_map(|mount| group.strip_prefix(mount)) else { return false };

@@ -1,4 +1,5 @@
-//! NVML's C ABI on top of the state files: the functions that nvml-wrapper calls, with NVIDIA's structure layouts.
+//! NVML's C ABI on top of the files with the state of the GPUs: the functions that nvml-wrapper calls, with NVIDIA's structure
+//! layouts.
 
 #![allow(unsafe_code, non_snake_case)]
 
@@ -17,15 +18,15 @@ use crate::memory_limits;
 use crate::state::{COMPUTE_MODES, Gpu, Host, Kind, Pci, code, injected};
 
 type Return = c_uint;
-/// The handle of a GPU: its index plus one, so that the handle is never null.
+/// The handle of a GPU is its index plus one, so that no handle is null.
 type Device = *mut c_void;
 type Answer = Result<(), Return>;
 
-/// The number of calls of nvmlInit without a nvmlShutdown.
+/// The number of calls of nvmlInit without a call of nvmlShutdown.
 static USERS: AtomicU32 = AtomicU32::new(0);
 
-/// The indices of the GPUs that are awake, because an NVML function has asked for them while the driver is open. NVML
-/// wakes GPUs up one after the other.
+/// The indices of the GPUs that are awake. NVML wakes a GPU up when a function asks for it while the driver is open. NVML wakes
+/// GPUs up one after the other.
 static AWAKE: Mutex<BTreeSet<u32>> = Mutex::new(BTreeSet::new());
 
 #[repr(C)]
@@ -98,15 +99,15 @@ struct FoundLimits {
     current_used: c_ulonglong,
 }
 
-/// A set of NVML events, as nvmlEventSetCreate makes it. Only one thread at a time uses a set of events.
+/// A set of NVML events, as nvmlEventSetCreate makes it. Only one thread at a time uses the set.
 struct EventSet {
     /// An inotify queue, which becomes readable when a file of one of the set's GPUs changes.
     changes: OwnedFd,
-    /// The GPUs of the set, each with the number of the GPU's critical errors that NVML has reported.
+    /// The GPUs of the set, each with the number of its critical errors that NVML has already reported.
     gpus: Vec<(Gpu, usize)>,
 }
 
-/// NVML's event type of critical errors, the only event type that is simulated.
+/// NVML's event type of critical errors. No other event type is simulated.
 const XID: c_ulonglong = 8;
 
 const MIB: u64 = 1024 * 1024;
@@ -115,7 +116,6 @@ fn finish(answer: Answer) -> Return {
     answer.err().unwrap_or(0)
 }
 
-/// The simulated host, for an NVML function that needs no GPU.
 fn host(function: &str) -> Result<Host, Return> {
     let host = Host::from_env().map_err(|_| code::UNKNOWN)?;
     if USERS.load(Ordering::Relaxed) == 0 {
@@ -144,7 +144,8 @@ fn check(function: &str, gpu: &Gpu) -> Answer {
     if gpu.lost() { Err(code::GPU_IS_LOST) } else { Ok(()) }
 }
 
-/// Wakes a GPU up. Without nvidia-persistenced this takes the time in the file `wake-ms`.
+/// Wakes a GPU up, which takes the milliseconds in the file `wake-ms`. Without the file the GPU is always awake, as
+/// nvidia-persistenced ensures on a real host.
 fn wake(host: &Host, gpu: &Gpu) {
     let Some(time) = host.text("wake-ms").and_then(|text| text.parse().ok()) else { return };
     let mut awake = AWAKE.lock().unwrap_or_else(PoisonError::into_inner);
@@ -440,7 +441,7 @@ unsafe extern "C" fn nvmlDeviceGetPciInfo_v3(device: Device, info: *mut PciInfo)
     })
 }
 
-/// A text with a NUL byte, in a field of fixed size. The text is cut if it does not fit.
+/// Copies a text into a field of fixed size, with a NUL byte at the end. A text that is too long is cut.
 fn characters<const N: usize>(text: &str) -> [c_char; N] {
     let mut field = [0; N];
     for (place, byte) in field.iter_mut().take(N - 1).zip(text.bytes()) {
@@ -449,7 +450,7 @@ fn characters<const N: usize>(text: &str) -> [c_char; N] {
     field
 }
 
-/// The total, the reserved and the used memory of a GPU, in bytes.
+/// Returns the total, the reserved and the used memory of a GPU, in bytes.
 fn memory(gpu: &Gpu) -> Result<(u64, u64, u64), Return> {
     let total = gpu.number("memory_total_mib").ok_or(code::NOT_SUPPORTED)? * MIB;
     let reserved = gpu.number("memory_reserved_kib").unwrap_or_default() * 1024;
@@ -546,8 +547,8 @@ extern "C" fn nvmlDeviceSetComputeMode(device: Device, mode: c_uint) -> Return {
     })
 }
 
-/// NVML's field with the recovery action that the driver asks for, which is the only simulated field, and the type of
-/// its value.
+/// NVML's number of the field with the recovery action that the driver asks for, and the type of the field's value. No other
+/// field is simulated.
 const RECOVERY_ACTION: c_uint = 230;
 const UNSIGNED_INT: c_uint = 1;
 
@@ -709,7 +710,7 @@ unsafe extern "C" fn nvmlDeviceRegisterEvents(
     })
 }
 
-/// The first event of the set's GPUs that NVML has not reported. None if NVML has reported all events.
+/// Returns the first event of the set's GPUs that NVML has not reported yet. `None` if NVML has reported all events.
 fn next_event(set: &mut EventSet) -> Result<Option<EventData>, Return> {
     let next = set.gpus.iter_mut().find_map(|(gpu, told)| {
         let xid = *gpu.xids().get(*told)?;
@@ -727,7 +728,7 @@ fn next_event(set: &mut EventSet) -> Result<Option<EventData>, Return> {
     }))
 }
 
-/// Waits until a file of a GPU in the set of events has changed, at most for the time `longest`.
+/// Waits until a file of a GPU in the set has changed, but not longer than `longest`.
 fn wait_for_change(changes: &OwnedFd, longest: Duration) -> Answer {
     let longest = Timespec::try_from(longest).map_err(|_| code::INVALID_ARGUMENT)?;
     // A call of `poll` that a signal interrupts counts as a change.

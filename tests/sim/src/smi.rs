@@ -1,5 +1,4 @@
-//! The simulated nvidia-smi, which has only the options `--query-gpu=FIELDS --format=csv[,noheader][,nounits]` and
-//! `-i GPU -c MODE`.
+//! The simulated nvidia-smi. Its only options are `--query-gpu=FIELDS --format=csv[,noheader][,nounits]` and `-i GPU -c MODE`.
 
 use std::io::Write;
 
@@ -8,7 +7,7 @@ use crate::state::{COMPUTE_MODES, Gpu, Host, Pci, code};
 /// Sets the compute mode of a GPU.
 ///
 /// # Errors
-/// NVML's return code.
+/// The error is NVML's return code.
 pub fn set_compute_mode(gpu: &Gpu, mode: &str) -> Result<(), u32> {
     if gpu.text("no-permission").is_some() {
         return Err(code::NO_PERMISSION);
@@ -71,7 +70,7 @@ pub fn run(arguments: &[String], out: &mut dyn Write) -> std::io::Result<u8> {
     }
 }
 
-/// True if `wanted` names this GPU by index, UUID or PCI address. True for every GPU if `wanted` is None.
+/// True if `wanted` names this GPU by index, UUID or PCI address. `None` stands for every GPU.
 fn is_wanted(gpu: &Gpu, wanted: Option<&str>) -> bool {
     wanted.is_none_or(|wanted| {
         wanted.split(',').any(|one| {
@@ -135,7 +134,7 @@ fn query(host: &Host, gpus: &[Gpu], fields: &str, format: &str, out: &mut dyn Wr
     Ok(0)
 }
 
-/// The name of a field in the head line of nvidia-smi's output, also for fields with aliases.
+/// Returns the name of a field in the first line of nvidia-smi's output. The field may have an alias.
 fn head(field: &str) -> Option<&'static str> {
     Some(match field {
         "index" => "index",

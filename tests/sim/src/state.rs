@@ -1,6 +1,5 @@
-//! The present state of the simulated host's GPUs: one small file per value below `gpus/<n>/`. A program changes a
-//! value by renaming a new file over the old one, so every process of the simulated host sees the same values. A test
-//! can change each value with `echo`.
+//! The state of the simulated host's GPUs: one small file per value below `gpus/<n>/`. A program changes a value by renaming a
+//! new file over the old file, so no process ever reads half a value. A test can change a value with `echo`.
 
 use std::collections::BTreeMap;
 use std::fs;
@@ -11,30 +10,22 @@ use std::path::{Path, PathBuf};
 
 use rustix::fs::inotify::{self, WatchFlags};
 
-/// The environment variable with the directory of the simulated host.
 pub const ENV: &str = "YUNION_MPS_SIM";
 
 /// The NVML return codes that the simulated NVML library uses.
 pub mod code {
-    /// NVML is not initialised.
     pub const UNINITIALIZED: u32 = 1;
     /// NVML's caller has given a null pointer or a bad handle.
     pub const INVALID_ARGUMENT: u32 = 2;
-    /// The GPU does not support the function.
     pub const NOT_SUPPORTED: u32 = 3;
     /// Only root may call the function.
     pub const NO_PERMISSION: u32 = 4;
-    /// NVML knows no such GPU.
     pub const NOT_FOUND: u32 = 6;
     /// No event has happened within the time limit of the call.
     pub const TIMEOUT: u32 = 10;
-    /// The caller's buffer is too small for the answer.
     pub const INSUFFICIENT_SIZE: u32 = 7;
-    /// The NVIDIA kernel module is not loaded.
     pub const DRIVER_NOT_LOADED: u32 = 9;
-    /// The NVML library has no function with this name.
     pub const FUNCTION_NOT_FOUND: u32 = 13;
-    /// The GPU has fallen off the bus.
     pub const GPU_IS_LOST: u32 = 15;
     /// The operating system has refused a system call of NVML.
     pub const OPERATING_SYSTEM: u32 = 17;
@@ -47,22 +38,20 @@ pub mod code {
 /// The compute modes in nvidia-smi's spelling, each at the index that is its number in NVML.
 pub const COMPUTE_MODES: [&str; 4] = ["Default", "Exclusive_Thread", "Prohibited", "Exclusive_Process"];
 
-/// A simulated host.
 #[derive(Debug, Clone)]
 pub struct Host {
     root: PathBuf,
 }
 
 impl Host {
-    /// The simulated host whose files are in this directory.
     pub fn at(root: impl Into<PathBuf>) -> Self {
         Self { root: root.into() }
     }
 
-    /// The simulated host whose directory the environment variable [`ENV`] names.
+    /// Returns the simulated host whose directory the environment variable [`ENV`] names.
     ///
     /// # Errors
-    /// The environment variable [`ENV`] is not set, or names no directory. The error names the variable.
+    /// [`ENV`] is not set, or names no directory.
     pub fn from_env() -> Result<Self, String> {
         match std::env::var_os(ENV) {
             Some(root) if Path::new(&root).is_dir() => Ok(Self::at(root)),
@@ -71,36 +60,33 @@ impl Host {
         }
     }
 
-    /// The directory with the files of the simulated host.
     pub fn root(&self) -> &Path {
         &self.root
     }
 
-    /// The value in a file of the simulated host as a whole, without white space around it. None if there is no such
-    /// file.
+    /// Returns the value in a file of the host, without white space around it. `None` if the file does not exist.
     pub fn text(&self, name: &str) -> Option<String> {
         read(&self.root.join(name))
     }
 
-    /// The version of the driver. None if the driver is not loaded.
+    /// Returns the version of the driver. `None` if the driver is not loaded.
     pub fn driver(&self) -> Option<String> {
         self.text("driver")
     }
 
-    /// The number of bytes that NVML writes for each process in a list of processes. Drivers 535.43 to 535.86 write 32
-    /// bytes for a process, by a function whose name promises 24 bytes.
+    /// Returns the size in bytes of one process in NVML's list of processes. Drivers 535.43 to 535.86 write 32 bytes, although
+    /// the name of the called function promises 24 bytes.
     pub(crate) fn process_record(&self) -> usize {
         let version = self.driver().unwrap_or_default();
         let minor = version.strip_prefix("535.").and_then(|rest| rest.split('.').next()?.parse::<u32>().ok());
         if minor.is_some_and(|minor| (43..=86).contains(&minor)) { 32 } else { 24 }
     }
 
-    /// The version of the simulated MPS control daemon.
     pub fn mps_version(&self) -> u32 {
         self.text("mps/version").and_then(|text| text.parse().ok()).unwrap_or(580)
     }
 
-    /// The CUDA version of the simulated driver: 13000 stands for 13.0.
+    /// 13000 stands for CUDA 13.0.
     pub fn cuda_version(&self) -> u32 {
         match self.mps_version() {
             535 => 12020,
@@ -110,13 +96,12 @@ impl Host {
         }
     }
 
-    /// The contents of the file that injects this fault into the control daemon. None if no file injects the fault, so
-    /// that it does not happen.
+    /// Returns the contents of the file that injects this fault into MPS. Without the file the fault does not happen, and the
+    /// result is `None`.
     pub fn fault(&self, name: &str) -> Option<String> {
         self.text(&format!("mps/fault/{name}"))
     }
 
-    /// The NVIDIA GPUs of the simulated host, ordered by index.
     pub fn gpus(&self) -> Vec<Gpu> {
         let numbers = fs::read_dir(self.root.join("gpus")).into_iter().flatten().flatten();
         let mut indices: Vec<u32> =
@@ -125,26 +110,22 @@ impl Host {
         indices.into_iter().map(|index| self.gpu(index)).collect()
     }
 
-    /// The GPU with this index, which need not exist.
+    /// Returns the GPU with this index, even if no GPU has the index.
     pub fn gpu(&self, index: u32) -> Gpu {
         Gpu { directory: self.root.join("gpus").join(index.to_string()), index }
     }
 }
 
-/// One GPU of the simulated host.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Gpu {
     directory: PathBuf,
-    /// The index of the GPU that nvidia-smi shows.
+    /// The index that nvidia-smi shows.
     pub index: u32,
 }
 
-/// The way in which a process uses a GPU.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Kind {
-    /// An MPS server.
     Server,
-    /// A client of an MPS server.
     Client,
     /// A CUDA program without MPS.
     Compute,
@@ -166,17 +147,16 @@ impl Kind {
 }
 
 impl Gpu {
-    /// The path of the file with a value of the GPU.
     pub(crate) fn path(&self, name: &str) -> PathBuf {
         self.directory.join(name)
     }
 
-    /// The value in a file of the GPU, without white space around it. None if there is no such file.
+    /// Returns the value in a file of the GPU, without white space around it. `None` if the file does not exist.
     pub fn text(&self, name: &str) -> Option<String> {
         read(&self.directory.join(name))
     }
 
-    /// The number in a file of the GPU. None if there is no such file.
+    /// `None` if the file does not exist, or has no number.
     pub fn number(&self, name: &str) -> Option<u64> {
         self.text(name)?.parse().ok()
     }
@@ -189,10 +169,10 @@ impl Gpu {
         write(&self.directory.join(name), text)
     }
 
-    /// The Xid numbers of the critical errors that the GPU has had so far, in the order of the errors.
+    /// Returns the Xid numbers of the GPU's critical errors so far, in the order of the errors.
     pub fn xids(&self) -> Vec<u64> {
         let text = fs::read_to_string(self.directory.join("xids")).unwrap_or_default();
-        // Another process is still writing a line that has no line feed yet.
+        // A line without a line feed is not complete: another process is still writing the line.
         let lines = text.split_inclusive('\n').filter_map(|line| line.strip_suffix('\n'));
         lines.filter_map(|line| line.trim().parse().ok()).collect()
     }
@@ -203,50 +183,47 @@ impl Gpu {
         Ok(())
     }
 
-    /// The value in a file that every GPU has. The value is empty if a test has removed the file.
+    /// Returns the value in a file that every GPU has. The value is empty if a test has removed the file.
     fn fixed(&self, name: &str) -> String {
         self.text(name).unwrap_or_default()
     }
 
-    /// The UUID of the GPU: `GPU-` and 36 characters.
+    /// `GPU-` and 36 characters.
     pub fn uuid(&self) -> String {
         self.fixed("uuid")
     }
 
-    /// NVML's name, `NVIDIA H200`.
     pub fn name(&self) -> String {
         self.fixed("name")
     }
 
-    /// The GPU's PCI address.
     pub fn pci(&self) -> Pci {
         Pci::parse(&self.fixed("pci")).unwrap_or_default()
     }
 
-    /// The compute capability of the GPU: the major and the minor number.
+    /// Returns the major and the minor number of the compute capability.
     pub fn compute_capability(&self) -> (u32, u32) {
         let text = self.fixed("compute_capability");
         let (major, minor) = text.split_once('.').unwrap_or((text.as_str(), "0"));
         (major.parse().unwrap_or_default(), minor.parse().unwrap_or_default())
     }
 
-    /// True if MPS enforces limits on the GPU, as on all GPUs from Volta on.
+    /// MPS enforces limits only on GPUs from Volta on.
     pub fn enforces_limits(&self) -> bool {
         self.compute_capability() >= (7, 0)
     }
 
-    /// The number of the GPU's streaming multiprocessors.
     pub fn sms(&self) -> u32 {
         self.number("sms").and_then(|sms| sms.try_into().ok()).unwrap_or_default()
     }
 
-    /// The memory of the GPU that a program can see, in MiB: the total without the part that the driver reserves.
+    /// Returns the memory in MiB that a program can see: the total without the part that the driver reserves.
     pub fn usable_mib(&self) -> u64 {
         let total = self.memory_mib() * 1024;
         total.saturating_sub(self.number("memory_reserved_kib").unwrap_or_default()) / 1024
     }
 
-    /// The memory of the GPU in MiB, or the memory of the host that the GPU shares.
+    /// Returns the memory of the GPU in MiB. For a GPU that shares the host's memory, the result is the host's memory.
     pub fn memory_mib(&self) -> u64 {
         ["memory_total_mib", "host_memory_mib"]
             .into_iter()
@@ -254,7 +231,7 @@ impl Gpu {
             .unwrap_or_default()
     }
 
-    /// The compute mode of the GPU, in nvidia-smi's spelling.
+    /// Returns the compute mode in nvidia-smi's spelling.
     pub fn compute_mode(&self) -> String {
         self.text("compute_mode").unwrap_or_else(|| "Default".to_owned())
     }
@@ -264,12 +241,12 @@ impl Gpu {
         self.directory.join("lost").exists()
     }
 
-    /// True if MIG mode is enabled on the GPU. None if the GPU has no MIG mode.
+    /// True if MIG mode is enabled. `None` if the GPU has no MIG mode.
     pub fn mig(&self) -> Option<bool> {
         self.text("mig").map(|text| text == "Enabled")
     }
 
-    /// True if no CUDA context can be opened on the GPU.
+    /// True if no program can open a CUDA context on the GPU.
     pub fn unusable(&self) -> bool {
         self.lost()
             || !self.directory.is_dir()
@@ -277,8 +254,8 @@ impl Gpu {
             || self.compute_mode() == "Prohibited"
     }
 
-    /// Makes an NVML function hang: waits as long as the GPU's directory has the file `hangs`. The file `hung` says to
-    /// tests that an NVML function waits.
+    /// Makes an NVML function hang as long as the GPU's directory has the file `hangs`. The file `hung` tells a test that a
+    /// function hangs.
     pub fn hang(&self, function: &str) {
         let hangs = || fs::read_to_string(self.directory.join("hangs"));
         while hangs().is_ok_and(|only| only.is_empty() || only == function) {
@@ -287,13 +264,13 @@ impl Gpu {
         }
     }
 
-    /// The return code that a fault file of the GPU sets for this NVML function: `error/<function>`, with or without
-    /// the function's version suffix.
+    /// Returns the NVML return code that a fault file of the GPU sets for this function. The file is `error/<function>`, with
+    /// or without the function's version suffix.
     pub fn injected(&self, function: &str) -> Option<u32> {
         injected(&self.directory, function)
     }
 
-    /// The living processes on the GPU by PID, each with its kind and its memory in MiB.
+    /// Returns the living processes on the GPU by PID, each with its kind and its memory in MiB.
     pub fn processes(&self) -> BTreeMap<u32, (Kind, u64)> {
         let entries = fs::read_dir(self.directory.join("processes")).into_iter().flatten().flatten();
         let living = entries.filter_map(|entry| {
@@ -308,8 +285,8 @@ impl Gpu {
         living.collect()
     }
 
-    /// The processes on the GPU as NVML lists them. On a GPU older than Volta the MPS server does the work of its
-    /// clients: NVML lists only the server, with the memory of all clients.
+    /// Returns the processes on the GPU as NVML lists them. On a GPU older than Volta the MPS server does the work of its
+    /// clients. NVML then lists only the server, with the memory of all clients.
     pub fn processes_in_nvml(&self) -> BTreeMap<u32, (Kind, u64)> {
         let mut processes = self.processes();
         if self.compute_capability() < (7, 0) {
@@ -323,28 +300,25 @@ impl Gpu {
         processes
     }
 
-    /// True if a process computes on the GPU. In the compute mode `Exclusive_Process` no second process can compute on
-    /// the GPU.
+    /// True if a process computes on the GPU. In the compute mode `Exclusive_Process` no second process can compute there.
     pub fn computes(&self) -> bool {
         self.processes().values().any(|(kind, _)| *kind != Kind::Graphics)
     }
 
-    /// Adds a process to the GPU's processes, or changes the amount of memory that the process holds.
     pub fn enter(&self, pid: u32, kind: Kind, mib: u64) {
         let text = format!("{} {mib} {}", kind.word(), start_time(pid).unwrap_or_default());
         // If the file can't be written, only NVML's list of processes lacks the process.
         _ = write(&self.directory.join("processes").join(pid.to_string()), &text);
     }
 
-    /// Removes a process from the GPU's processes.
     pub fn leave(&self, pid: u32) {
         _ = fs::remove_file(self.directory.join("processes").join(pid.to_string()));
     }
 }
 
-/// The GPUs that the value `names` of `CUDA_VISIBLE_DEVICES` makes visible, in the order of the value. The value of
-/// `CUDA_VISIBLE_DEVICES` has indices into `gpus`, or UUIDs, of which the beginning is enough. None in the returned
-/// list stands for a name that fits no GPU. Without the variable `CUDA_VISIBLE_DEVICES`, all GPUs are visible.
+/// Returns the GPUs that a program sees, in the program's order. `names` is the value of `CUDA_VISIBLE_DEVICES`: indices into
+/// `gpus`, or UUIDs or beginnings of UUIDs. `None` in the result stands for a name that fits no GPU. Without the variable all
+/// GPUs are visible.
 pub fn visible(gpus: &[Gpu], names: Option<&str>) -> Vec<Option<Gpu>> {
     let Some(names) = names else { return gpus.iter().cloned().map(Some).collect() };
     let find = |name: &str| match name.parse::<usize>() {
@@ -354,16 +328,11 @@ pub fn visible(gpus: &[Gpu], names: Option<&str>) -> Vec<Option<Gpu>> {
     names.split(',').map(|name| find(name.trim()).cloned()).collect()
 }
 
-/// A PCI address.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct Pci {
-    /// The PCI domain.
     pub domain: u32,
-    /// The PCI bus.
     pub bus: u32,
-    /// The PCI device.
     pub device: u32,
-    /// The PCI function.
     pub function: u32,
 }
 
@@ -381,21 +350,21 @@ impl Pci {
         numbers.next().is_none().then_some(address)
     }
 
-    /// The PCI address in the spelling of NVML and nvidia-smi: eight digits for the domain, and upper case.
+    /// Formats the PCI address as NVML and nvidia-smi do: eight digits for the domain, and upper case.
     pub fn nvml(&self) -> String {
         format!("{:08X}:{:02X}:{:02X}.{:X}", self.domain, self.bus, self.device, self.function)
     }
 }
 
-/// The return code that the file `error/<function>` in this directory sets. None if there is no such file.
+/// Returns the return code that the file `error/<function>` in this directory sets. `None` if the file does not exist.
 pub(crate) fn injected(directory: &Path, function: &str) -> Option<u32> {
     let plain = function.rsplit_once("_v").map_or(function, |(plain, _)| plain);
     let file = |name: &str| read(&directory.join("error").join(name));
     file(function).or_else(|| file(plain))?.parse().ok()
 }
 
-/// The start time of a living process in ticks since boot, which distinguishes the process from an earlier process with
-/// the same PID.
+/// Returns the start time of a living process in ticks since boot. The start time distinguishes the process from an earlier
+/// process with the same PID.
 fn start_time(pid: u32) -> Option<String> {
     let fields = behind_name(pid)?;
     let mut fields = fields.split_whitespace();
@@ -403,7 +372,7 @@ fn start_time(pid: u32) -> Option<String> {
     if dead { None } else { fields.nth(18).map(str::to_owned) }
 }
 
-/// The part of /proc/PID/stat after the name of the process. The name is left out since it need not be valid text.
+/// Returns the part of `/proc/PID/stat` after the name of the process, since the name need not be valid text.
 pub(crate) fn behind_name(pid: u32) -> Option<String> {
     let stat = fs::read(format!("/proc/{pid}/stat")).ok()?;
     let name_ends = stat.iter().rposition(|byte| *byte == b')')?;
@@ -419,8 +388,7 @@ pub(crate) fn write(path: &Path, text: &str) -> io::Result<()> {
     let name = path.file_name().unwrap_or_default().to_string_lossy();
     let new = path.with_file_name(format!(".{name}.{}", std::process::id()));
     fs::write(&new, format!("{text}\n"))?;
-    // An MPS server that runs as another user writes the processes of its clients into the files, so every user may
-    // write them.
+    // Every user may write the new file, since an MPS server of another user writes there, too.
     fs::set_permissions(&new, fs::Permissions::from_mode(0o666))?;
     fs::rename(&new, path)
 }

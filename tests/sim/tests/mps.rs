@@ -1,5 +1,5 @@
-//! Compares the simulated MPS control daemon, servers and clients with records of real ones: of driver 580 on an H200,
-//! and of drivers 535, 550 and 555 without a GPU.
+//! Compares the simulated MPS control daemon, servers and clients with recordings of the real programs: of driver 580 on an
+//! H200, and of drivers 535, 550 and 555 without a GPU.
 
 // clippy.toml allows `unwrap` and the like only in functions marked as tests. The helper functions of this file are not
 // marked, and call `unwrap` too.
@@ -51,7 +51,7 @@ impl Host {
         Self { directory: Arc::new(directory), place: "mps" }
     }
 
-    /// The same simulated host, with the directories of another control daemon.
+    /// Returns the same simulated host, with the directories of another control daemon.
     fn beside(&self, place: &'static str) -> Self {
         let host = Self { directory: Arc::clone(&self.directory), place };
         for name in ["pipe", "log"] {
@@ -107,7 +107,6 @@ impl Host {
         front_end.wait_with_output().unwrap()
     }
 
-    /// Runs a CUDA program to its end, and returns its output and its exit status.
     fn cuda(&self, arguments: &[&str], environment: &[(&str, &str)]) -> (String, i32) {
         let mut command = self.command("cuda-client");
         finished(&command.args(arguments).envs(environment.iter().copied()).output().unwrap())
@@ -122,7 +121,7 @@ impl Host {
         String::from_utf8_lossy(&fs::read(self.path(self.place).join("control.out")).unwrap()).into_owned()
     }
 
-    /// The texts of the lines in the control daemon's log, without times and PIDs.
+    /// Returns the lines of the control daemon's log without times and PIDs.
     fn texts(&self) -> Vec<String> {
         self.log().lines().filter_map(|line| Some(line.split_once("] ")?.1.to_owned())).collect()
     }
@@ -164,7 +163,6 @@ impl Drop for Client {
     }
 }
 
-/// A running control daemon.
 struct Control<'a> {
     host: &'a Host,
     child: Child,
@@ -178,7 +176,6 @@ impl Control<'_> {
         String::from_utf8(output.stdout).unwrap()
     }
 
-    /// Starts a server, waits until it is ready, and returns its PID.
     fn start_server(&self) -> String {
         assert_eq!(self.ask("start_server -uid 0"), "");
         self.active_server()
@@ -430,7 +427,7 @@ fn the_control_daemons_environment_decides_the_ordinals() {
         text.lines().map(|line| (field(line, "pci "), field(line, "free "))).collect::<Vec<_>>()
     };
     let pair = |pci: &str, free: &str| (pci.to_owned(), free.to_owned());
-    // As measured on a host with two GPUs, a client numbers its GPUs by PCI address, and a memory limit is for the
+    // Measurements on a host with two GPUs show that a client numbers its GPUs by PCI address. A memory limit is for the
     // client's number of the GPU.
     assert_eq!(seen(None), [pair("1b:00", "9726"), pair("2d:00", "6654")]);
     assert_eq!(seen(Some(first)), [pair("1b:00", "9726")]);
@@ -459,8 +456,8 @@ fn the_end_of_the_control_daemon_is_the_end_of_its_clients() {
         let none = host.front_end("get_server_list");
         assert_eq!(String::from_utf8(none.stderr).unwrap(), "Cannot find MPS control daemon process\n");
         assert_eq!(none.status.code(), Some(1));
-        // The control daemon leaves files in the pipe directory and the log directory at its end. The files that a
-        // control daemon leaves do not prevent the next start, which is the second round of the loop.
+        // The control daemon does not remove these files at its end. The files do not prevent the next start, as the second
+        // round of the loop shows.
         for file in ["control", "control_lock", "control_privileged", "log", "nvidia-cuda-mps-control.pid"] {
             assert!(host.path("mps/pipe").join(file).exists(), "{file}");
         }
@@ -671,8 +668,8 @@ fn a_gpu_takes_48_clients() {
     drop(clients);
 }
 
-/// In compute mode Default each control daemon has a server of its own on the GPU, and a fault of one server's client
-/// does not hit the clients of another server.
+/// In compute mode DEFAULT several control daemons can have servers on one GPU. A fault of one server's client does not hit the
+/// clients of another server.
 #[test]
 fn control_daemons_side_by_side_are_fault_domains() {
     let host = Host::new("h200");
@@ -833,12 +830,12 @@ fn one_user_at_a_time_or_all_at_once() {
     if !skip::root_or_skip("one_user_at_a_time_or_all_at_once") {
         return;
     }
-    // The test copies the programs to a directory that other users can read, since other users may not be able to read
-    // the target directory.
+    // Other users may not be able to read the target directory, so the test copies the programs to a directory that every user
+    // can read.
     let programs = tempfile::tempdir().unwrap();
     fs::set_permissions(&programs, fs::Permissions::from_mode(0o755)).unwrap();
-    // `cp` writes the files. If the test's process wrote the programs, a child that another thread forks meanwhile
-    // could have the files open, and the kernel would refuse to execute them.
+    // `cp` writes the files instead of this process. Otherwise a child that another thread forks meanwhile could have a program
+    // open for writing, and the kernel would refuse to execute the program.
     let copied = Command::new("cp").args(PROGRAMS).arg(programs.path()).status().unwrap();
     assert!(copied.success());
     let host = Host::made_by(&programs.path().join("yunion-mps-sim"), "h200");

@@ -1,7 +1,7 @@
 //! Tests of the simulated NVML library through the crate nvml-wrapper.
 //!
-//! The simulated NVML library finds the simulated host by an environment variable, so each case of a test needs a
-//! process of its own. The test starts this binary again with the name of the case.
+//! The simulated NVML library finds the simulated host by an environment variable, so each case of a test needs a process of
+//! its own. The test starts this binary again with the name of the case.
 
 // clippy.toml allows `unwrap` and the like only in functions marked as tests. The helper functions of this file are not
 // marked, and call `unwrap` too.
@@ -21,7 +21,7 @@ use nvml_wrapper::error::NvmlError;
 
 const SIM: &str = env!("CARGO_BIN_EXE_yunion-mps-sim");
 
-/// Makes a simulated host of this board, changes the host by `prepare`, and runs a case on the host in a new process.
+/// Makes a simulated host with this board, changes the host with `prepare`, and runs a case on the host in a new process.
 fn on(board: &str, prepare: impl FnOnce(&Path), case: &str) {
     let directory = tempfile::tempdir().unwrap();
     let root = directory.path();
@@ -161,8 +161,8 @@ fn case_faults() {
     assert_eq!(odd.name().unwrap(), "NVIDIA H200");
 }
 
-/// NVML does not report critical errors from before the registration of a GPU, and reports every later one. One set of
-/// events can watch several GPUs.
+/// NVML reports every critical error that happens after the registration of a GPU, and no earlier error. One set of events can
+/// watch several GPUs.
 #[test]
 fn critical_errors_are_reported_as_they_happen() {
     on("h200x8", |root| fs::write(root.join("gpus/1/xids"), "13\n").unwrap(), "case_xids");

@@ -1,4 +1,4 @@
-//! Acts of administrators and of tenants, and accidents, in the simulated world of random histories.
+//! Random acts of administrators and tenants, and random accidents, on the simulated host.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -19,13 +19,11 @@ pub(crate) fn nothing() -> Demand<u32> {
     }
 }
 
-/// The order for a control daemon that the state file has and the configuration does not name.
 fn left_order((id, one): (&DaemonId, &Written)) -> Order<u32> {
     Order { id: id.clone(), gpus: one.gpus.clone(), sets_modes: true, payload: 0 }
 }
 
 impl World {
-    /// Makes up a random configuration, and returns its orders for control daemons.
     pub(crate) fn any_demand(&mut self, dice: &mut Dice) -> Demand<u32> {
         self.version += 1;
         let sets_modes = !dice.one_in(8);
@@ -34,12 +32,11 @@ impl World {
         }
         let mut chosen: Vec<String> = GPUS.iter().map(|gpu| (*gpu).to_owned()).collect();
         chosen.retain(|_| !dice.one_in(3));
-        // NVML does not list the clients of `OLD_GPU`. With `OLD_GPU` in use, the service does not know all clients of
-        // a faulted server, and would not come to many decisions. Therefore histories about faults choose `OLD_GPU`
-        // less often.
+        // NVML lists no clients of `OLD_GPU`, so the service can decide little about a fatal GPU error on `OLD_GPU`. Histories
+        // about faults therefore choose `OLD_GPU` less often.
         let is_of_faults = self.mood == Mood::Faults;
         chosen.retain(|gpu| gpu != OLD_GPU || !is_of_faults || dice.one_in(3));
-        // A GPU in `closed` can't be served yet, since programs without MPS use it.
+        // No control daemon can serve the GPUs in `closed` yet, since programs without MPS use them.
         let mut closed: Vec<String> = chosen.pop_if(|_| dice.one_in(8)).into_iter().collect();
         let payload = if dice.one_in(3) { self.version } else { 0 };
         let order =
@@ -53,7 +50,6 @@ impl World {
             for gpu in &chosen {
                 let of_gpu = std::slice::from_ref(gpu);
                 if dice.one_in(3) {
-                    // The GPU gets one control daemon for each of its slices.
                     orders.extend(slices_of(gpu).map(|slice| order(&slice, of_gpu)));
                 } else {
                     orders.push(order(gpu, of_gpu));
@@ -64,8 +60,8 @@ impl World {
         closed.retain(|_| sets_modes);
         let certainly =
             if sets_modes { chosen.iter().chain(&closed).cloned().collect() } else { BTreeSet::new() };
-        // Sometimes the service does not know which GPU an entry of the configuration names. The GPU of an unknown
-        // entry may be any GPU except those in `others`.
+        // Sometimes the service does not know which GPU an entry of the configuration names. The unknown GPU may be any GPU
+        // except those in `others`.
         let others = GPUS.iter().filter(|_| sets_modes).map(|gpu| (*gpu).to_owned());
         let others = dice.one_in(6).then(|| others.filter(|_| dice.one_in(2)).collect());
         let kept = Configured { certainly, others: others.filter(|_| sets_modes) };
@@ -78,7 +74,7 @@ impl World {
             return;
         }
         let demand = self.any_demand(dice);
-        // Without a list of the GPUs the service makes no new plan, and the former plan stays in force.
+        // If NVML does not list the GPUs, the service makes no new plan, and the former plan stays in force.
         if self.service.is_none() || self.look() || demand.mps != MpsSwitch::On {
             self.demand = demand;
             self.pursue();
@@ -114,14 +110,14 @@ impl World {
         self.keep_budgets();
     }
 
-    /// An order for each control daemon in the state file to which the configuration gives no order.
+    /// Returns an order for each control daemon that the state file records and the configuration does not name.
     fn left(&self) -> Vec<Order<u32>> {
         let written = self.state_file.daemons.iter();
         let left = written.filter(|(id, _)| !self.demand.orders.iter().any(|order| order.id == **id));
         left.map(left_order).collect()
     }
 
-    /// Another driver is installed, whose control daemons may refuse to serve several users at the same time.
+    /// An administrator installs another driver. The control daemons of some drivers refuse to serve several users at once.
     pub(crate) fn driver_is_replaced(&mut self) {
         self.refuses_multiuser = !self.refuses_multiuser;
         let refuses = self.refuses_multiuser;
@@ -185,7 +181,7 @@ impl World {
         self.is_disk_full = is_full;
     }
 
-    /// An administrator runs `systemctl stop` or `systemctl restart`.
+    /// An administrator runs `systemctl stop` (`ForGood`) or `systemctl restart` (`ForRestart`).
     pub(crate) fn end_service(&mut self, dice: &mut Dice) {
         let ending = if dice.one_in(2) { Ending::ForGood } else { Ending::ForRestart };
         self.end_service_for(ending);
@@ -244,8 +240,8 @@ impl World {
         }
     }
 
-    /// An administrator sets the compute mode of a GPU. If the service has to keep another compute mode, the service's
-    /// next check sets that mode again.
+    /// An administrator sets the compute mode of a GPU. If the service needs another compute mode there, its next health check
+    /// sets the needed mode again.
     pub(crate) fn mode_is_changed(&mut self, dice: &mut Dice) {
         let gpu = (*dice.pick(&GPUS).unwrap()).to_owned();
         let mode = if dice.one_in(2) { Mode::Default } else { Mode::Prohibited };
@@ -254,8 +250,8 @@ impl World {
         let Some(state) = self.gpus.get_mut(&gpu) else { return };
         state.mode = mode;
         if is_written {
-            // The state file already has an earlier compute mode of the GPU. The service may later restore the earlier
-            // compute mode or the administrator's new one: both are correct.
+            // The state file already records an earlier compute mode of the GPU. The service may later restore the earlier mode
+            // or the administrator's mode. Both are correct, so the checks of compute modes skip this GPU.
             self.strange.insert(gpu);
         } else {
             state.own = mode;

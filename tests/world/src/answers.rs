@@ -12,8 +12,8 @@ pub(crate) fn setting(limits: &Limits) -> Setting {
     Setting { percentage: limits.thread_percentage, mib }
 }
 
-/// Compares the limits of a server with the limits that the service wants. From 1 GiB on memory limits are compared in
-/// whole GiB, as control daemons report them. None if the server's limits are the wanted limits.
+/// Describes how a server's limits differ from the limits that the service wants. `None` means that they agree. Control daemons
+/// report memory limits from 1 GiB on in whole GiB, so smaller differences do not count there.
 pub(crate) fn difference(found: Setting, limits: &Limits) -> Option<String> {
     let read_back = |mib: u64| if mib < 1024 { mib } else { mib >> 10 << 10 };
     let wanted = setting(limits);
@@ -52,8 +52,8 @@ pub(crate) fn inspect(mps: &mut Mps, asked: &[u32], limits: Option<&Limits>) -> 
     Inspection { servers: mps.servers.keys().copied().collect(), statuses, differences }
 }
 
-/// The clients that the control daemon lists for each of its servers. After a fatal GPU error the list of a server's
-/// clients may be empty.
+/// Returns the clients of each server, as the control daemon lists them. After a fatal GPU error the control daemon may list no
+/// clients of the faulted server.
 pub(crate) fn listed(mps: &mut Mps) -> ClientPids {
     let mut pids: ClientPids = mps.servers.keys().map(|pid| (*pid, BTreeSet::new())).collect();
     for (pid, client) in &mps.clients {

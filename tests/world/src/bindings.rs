@@ -1,5 +1,5 @@
-//! Control groups that are bound to slices in the world. The world uses the service's real registry of bindings. The
-//! state file with the bindings survives the service.
+//! Bindings of control groups to slices in the simulated world, in the service's real registry of bindings. The state file
+//! records the bindings, so they survive the end of the service.
 
 use std::collections::BTreeSet;
 use std::sync::Arc;
@@ -17,38 +17,34 @@ use super::tenants::{SliceKnownBy, gpu_of, slice_of};
 use super::ways::{SLICES, SimDrained};
 use super::{Dice, GPUS, World};
 
-/// The control groups in which tenants start programs. The tenant of the container `/a` has made the control group
-/// `/a/c` below `/a`. A user has made the last control group, [`FORGED`], below a control group of the user's own, and
-/// has given it the name of the container `b`.
+/// The control groups in which tenants start programs. The tenant of the container `/a` has made `/a/c`. An ordinary user has
+/// made [`FORGED`] below the user's own control group `/u`, and has given it the name of the container `b`.
 const GROUPS: [&str; 4] = ["/a", "/b", "/a/c", FORGED];
 const FORGED: &str = "/u/b";
 
 /// The name of the container for which the host agent's records name every GPU, but no slice.
 const RECORDED: &str = "b";
 
-/// The registry of bindings, and the inode of each control group.
 #[derive(Debug, Default)]
 pub(crate) struct SimBindings {
     registry: Bindings,
     inodes: [u64; GROUPS.len()],
-    /// The slices for which root has bound a second control group on purpose.
+    /// The slices to which root has bound a second control group on purpose.
     shared: BTreeSet<SliceId>,
-    /// The control groups in which the service has seen programs since they were bound.
+    /// The control groups in which the service has seen programs since it bound them.
     were_used: BTreeSet<ControlGroup>,
 }
 
-/// The bytes that a binding takes in the state file. The state file has room for bindings with one slice; a binding
-/// with three slices would fill the file alone.
+/// The size of a binding in the state file, in bytes. A binding of up to two slices fits. The service must refuse a binding of
+/// three slices, which is larger than [`LARGEST`].
 fn bytes_of(binding: &Binding) -> usize {
     binding.slices.len().pow(4) * (LARGEST / 16)
 }
 
-/// The bytes that a control daemon takes in the state file. The service does not read a state file that is larger than
-/// [`FILE_BYTES`].
+/// The size of a control daemon's entry in the state file, and the largest state file that the service reads, in bytes.
 const DAEMON_BYTES: usize = LARGEST / 100;
 const FILE_BYTES: usize = GROUPS.len() * LARGEST + LARGEST / 10;
 
-/// Chooses the control group in which a program starts.
 pub(crate) fn group_of(dice: &mut Dice) -> &'static str {
     dice.pick(&GROUPS).copied().unwrap_or_default()
 }
@@ -61,21 +57,20 @@ pub(crate) fn is_in(path: &str, above: &str) -> bool {
     path == above || path.starts_with(&format!("{above}/"))
 }
 
-/// The control group of the container with the name [`RECORDED`] that is `group` or contains it. None if `group` is
-/// in no such container.
+/// Returns `group` or the control group above it that has the name [`RECORDED`].
 fn recorded_container(group: &'static str) -> Option<&'static str> {
     GROUPS.into_iter().find(|above| is_in(group, above) && above.rsplit('/').next() == Some(RECORDED))
 }
 
-/// The owners of a control group and of the control groups above it, from the top. Root owns the control group
-/// [`FORGED`], though it is in a user's control group.
+/// Returns the owners of a control group and of the control groups above it, from the top, as user ids. Root owns [`FORGED`],
+/// but an ordinary user owns the control group above [`FORGED`].
 fn owners(group: &str) -> impl Iterator<Item = Option<u32>> {
     let all = [("/a", 0), ("/b", 0), ("/a/c", 0), ("/u", 1), (FORGED, 0)];
     all.into_iter().filter(move |(above, _)| is_in(group, above)).map(|(_, owner)| Some(owner))
 }
 
-/// A program as the service sees it on a GPU: with the slice to which its control group is bound, or else with the
-/// slice that the program claims, unless a control group is bound to that slice.
+/// Returns the program with the slice that the service finds for it: the slice to which its control group is bound, or else the
+/// slice that the program claims. A claim does not count if a control group is bound to the claimed slice.
 pub(crate) fn seen(bindings: &Bindings, gpu: &str, program: &Program) -> Program {
     let bound = bindings
         .nearest(program.group, |_| true)
@@ -89,8 +84,8 @@ pub(crate) fn seen(bindings: &Bindings, gpu: &str, program: &Program) -> Program
     Program { slice, only_claims, ..program.clone() }
 }
 
-/// The slices that the service finds for a client when a request asks for them: the slices to which the client's
-/// control group is bound, or else the slices that the client claims, unless a control group is bound to such a slice.
+/// Returns the slices that the service finds for a client: the slices to which its control group is bound, or else the slice
+/// that the client claims. A claim does not count if a control group is bound to the claimed slice.
 pub(crate) fn known_slices(bindings: &Bindings, client: &SimClient) -> Option<Membership> {
     if let Some(its) = bindings.nearest(client.program.group, |_| true) {
         let slices = its.slices.iter().copied().map(DeviceName::Slice).collect();
@@ -106,14 +101,13 @@ pub(crate) fn known_slices(bindings: &Bindings, client: &SimClient) -> Option<Me
     counts.then(|| Membership { slices: vec![DeviceName::Slice(*slice)], known_by })
 }
 
-/// The binding of the control group `path` or of the nearest control group above it, computed without the code under
-/// test.
+/// Returns the binding of the control group `path` or of the nearest control group above it. The function uses no code of the
+/// core, since the checks compare the core's answer with its result.
 fn nearest_in_truth<'b>(bindings: &'b Bindings, path: &str) -> Option<&'b Binding> {
     let above = bindings.iter().filter(|one| is_in(path, &one.group.path));
     above.max_by_key(|one| one.group.path.len())
 }
 
-/// True if a client really has one of the `wanted` slices.
 pub(crate) fn has_one_of(bindings: &Bindings, client: &SimClient, wanted: &[SliceId]) -> bool {
     let slice = &client.tenant.slice;
     let is_anothers = || bindings.iter().any(|one| one.slices.contains(slice));
@@ -125,7 +119,6 @@ pub(crate) fn has_one_of(bindings: &Bindings, client: &SimClient, wanted: &[Slic
 }
 
 impl SimBindings {
-    /// The bindings whose control groups exist.
     pub(crate) fn living(&self) -> Bindings {
         self.registry.iter().filter(|one| self.group(&one.group.path) == one.group).cloned().collect()
     }
@@ -138,7 +131,7 @@ impl SimBindings {
         self.registry.iter().any(|one| one.group == *group)
     }
 
-    /// Takes note of whether the service has seen programs in a control group when it bound the control group.
+    /// Records if the control group already had programs when the service bound it.
     fn note_use_of(&mut self, group: &ControlGroup) {
         if self.registry.iter().any(|one| one.group == *group && one.was_used) {
             self.were_used.insert(group.clone());
@@ -161,7 +154,6 @@ impl SimBindings {
 }
 
 impl World {
-    /// The control groups that have a program in them or below them.
     fn used_groups(&self) -> BTreeSet<&'static str> {
         let mut used = BTreeSet::new();
         for one in self.daemons.values() {
@@ -172,7 +164,6 @@ impl World {
         used
     }
 
-    /// Returns a function that says whether programs use a control group.
     pub(crate) fn use_of(&self) -> impl Fn(&ControlGroup) -> GroupUse + use<> {
         let (used, inodes) = (self.used_groups(), self.bindings.inodes);
         move |group| match inodes[number(&group.path)] {
@@ -182,9 +173,9 @@ impl World {
         }
     }
 
-    /// The promise a-binding-lasts: a binding ends only when its control group was removed, or when it is empty and its
-    /// time is over, or when its programs have ended and another control group waits for the slice. `somebody_waits` is
-    /// true if the service has ended the bindings since another control group waits for the slice.
+    /// Checks the promise `a-binding-lasts`. A binding ends only if its control group was removed, or if the control group is
+    /// empty and its time for a first program is over. `somebody_waits` allows a third reason: the programs have ended, and
+    /// another control group wants the slice.
     fn check_ended(&self, ended: &[Arc<Binding>], somebody_waits: bool) {
         let (use_of, now) = (self.use_of(), self.now.as_secs());
         for one in ended {
@@ -200,7 +191,6 @@ impl World {
         }
     }
 
-    /// The service looks at the control groups that are bound, and ends the bindings whose control groups have ended.
     fn end_bindings(&mut self) {
         let used = self.used_groups().into_iter().map(|path| self.bindings.group(path));
         let used: Vec<ControlGroup> = used.filter(|group| self.bindings.is_bound(group)).collect();
@@ -216,16 +206,15 @@ impl World {
         self.keep_budgets();
     }
 
-    /// The service ends the bindings that prevent the binding of `group` to a wanted slice, if no program uses their
-    /// control groups any more.
+    /// The service ends the bindings that prevent the binding of `group` to a wanted slice, if no program uses their control
+    /// groups any more.
     fn make_way(&mut self, group: &str, is_wanted: impl Fn(&SliceId) -> bool) {
         let ended = self.bindings.registry.make_way(group, is_wanted, self.now.as_secs(), self.use_of());
         self.check_ended(&ended, true);
     }
 
-    /// The service binds a control group to a slice. Returns true if the control group is bound. If the service
-    /// refuses, it must leave the bindings unchanged. The promise one-answer: the other parts of the service that hand
-    /// out slices give the same answer as this part.
+    /// The service binds a control group to a slice, and returns true on success. A refusal must leave the bindings unchanged.
+    /// Checks the promise `one-answer`: all parts of the service that give out slices give the same answer.
     pub(crate) fn bind(&mut self, group: &'static str, slice: &SliceId, by: BoundBy, shares: bool) -> bool {
         let asker = Asker { control_group: Some(group), by, shares };
         let (of_others, before) = (self.may_have(slice, asker), self.bindings.registry.clone());
@@ -261,8 +250,8 @@ impl World {
         is_bound
     }
 
-    /// Checks the owner of a slice that was refused: the owner must be a control group with programs, or a control
-    /// group that never had programs and whose time for a first program is not over.
+    /// Checks that the service had a reason to refuse the slice to `wanted`: another control group with the slice has programs,
+    /// or still has time to start its first program.
     fn check_taken(&self, slice: &SliceId, wanted: &Binding, shares: bool) {
         let (use_of, now) = (self.use_of(), self.now.as_secs());
         let keeps = |one: &Binding| {
@@ -281,8 +270,8 @@ impl World {
         );
     }
 
-    /// A new service reads the state file. The service does not read a state file that is too large. All bindings in
-    /// such a file are lost.
+    /// A new service reads the state file. The service ignores a state file that is too large, so all bindings in the file are
+    /// lost.
     pub(crate) fn read_state_file(&mut self) {
         let bindings: usize = self.bindings.registry.iter().map(bytes_of).sum();
         if bindings + self.state_file.daemons.len() * DAEMON_BYTES > FILE_BYTES {
@@ -293,8 +282,8 @@ impl World {
         }
     }
 
-    /// The promise slices-follow-bindings: after the answer to Bind, each program of the control group has exactly
-    /// the slices of the binding, no matter which slices it claims.
+    /// Checks the promise `slices-follow-bindings`: after the answer to Bind, each program of the control group has exactly the
+    /// slices of the binding, no matter which slices the program claims.
     fn check_bound(&self, binding: &Binding) {
         let living = self.bindings.living();
         let bound = nearest_in_truth(&living, &binding.group.path).unwrap();
@@ -336,8 +325,8 @@ impl World {
         }
     }
 
-    /// Root, or the hook of a container runtime, binds or unbinds a control group, or a control group without
-    /// programs is removed and made again.
+    /// Root or the hook of a container runtime binds or unbinds a control group, or an empty control group is removed and made
+    /// again.
     pub(crate) fn bindings_change(&mut self, dice: &mut Dice) {
         let group = group_of(dice);
         match dice.below(8) {
@@ -362,8 +351,8 @@ impl World {
         }
     }
 
-    /// The records of the platform's host agent name this GPU for a container, but no slice. The first client of the
-    /// container makes the service bind the container to the lowest free slice.
+    /// The host agent's records name this GPU for a container, but no slice. When the first client of the container comes, the
+    /// service binds the container to the lowest free slice.
     pub(crate) fn bind_recorded(&mut self, gpu: &str) {
         let programs = self.programs_on(gpu);
         let groups: BTreeSet<&str> =

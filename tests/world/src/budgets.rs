@@ -1,5 +1,5 @@
-//! The budgets of slices in the simulated world. The service's real code looks at the clients of a GPU, and attempts to
-//! end clients of slices that exceed their budgets.
+//! The budgets of slices in the simulated world. The service's real code watches the clients of each GPU, and ends clients of
+//! slices that exceed their budgets.
 
 use std::collections::BTreeMap;
 use std::pin::Pin;
@@ -18,19 +18,16 @@ use super::serving::size_of;
 use super::ways::SLICES;
 use super::{Dice, GPUS, World};
 
-/// A program that is a client of MPS.
 #[derive(Debug, Clone)]
 pub(crate) struct Program {
     pub(crate) process: ProcessId,
-    /// The slice of the program. None if the service does not know the program's slice.
+    /// `None` if the service does not know the slice of the program.
     pub(crate) slice: Option<u32>,
-    /// The path of the program's control group.
     pub(crate) group: &'static str,
     pub(crate) tenant: usize,
     pub(crate) only_claims: bool,
     pub(crate) mib: u64,
-    /// The number of the program's connection. A program that starts its work again has another connection, with
-    /// another number.
+    /// The number of the program's connection to MPS. The program gets another number when it starts its work again.
     pub(crate) connection: u64,
     /// True while a debugger has stopped the program.
     pub(crate) is_held: bool,
@@ -62,16 +59,16 @@ impl Program {
     }
 }
 
-/// The time within which several new clients cause only one look of the service at the clients.
+/// After a new client the service waits this long before it lists the clients of the GPU. Further clients that come meanwhile
+/// cause no list of their own.
 const SHARE: Duration = Duration::from_millis(250);
 
 type SimEnforcer = Enforcer<SimHeld>;
 
-/// A running attempt of the service to end clients of slices that exceed their budgets. The attempt returns its
-/// enforcer and the clients that it has tried to end.
+/// A running attempt of the service to end clients of slices that exceed their budgets. The result is the enforcer and the
+/// clients that the service has tried to end.
 type SimAttempt = Pin<Box<dyn Future<Output = (SimEnforcer, Vec<Victim>)>>>;
 
-/// The service's watch over the budgets of one GPU.
 pub(crate) struct SimWatch {
     watch: BudgetWatch,
     due: Option<Duration>,
@@ -94,8 +91,8 @@ impl SimWatch {
     }
 }
 
-/// The budgets of a GPU's slices by an order with this payload. `may_terminate` is true if the service may end
-/// clients for a budget.
+/// Returns the budgets of a GPU's slices under an order with this payload. If `may_terminate` is false, the service ends no
+/// client for a budget.
 pub(crate) fn budgets_of(payload: u32, may_terminate: bool) -> SliceBudgets {
     let budget = |slice: u32| SliceSize {
         memory_mib: size_of(payload, slice),
@@ -109,7 +106,7 @@ pub(crate) fn budgets_of(payload: u32, may_terminate: bool) -> SliceBudgets {
 }
 
 impl World {
-    /// All programs that use a GPU through a control daemon, as the service sees them.
+    /// Returns all programs that use a GPU through a control daemon, with the slices that the service finds for them.
     pub(crate) fn programs_on(&self, gpu: &str) -> Vec<Program> {
         let (mut all, living) = (Vec::new(), self.bindings.living());
         for one in self.daemons.values() {
@@ -121,10 +118,9 @@ impl World {
         all
     }
 
-    /// The service puts the budgets of its plan in force.
     pub(crate) fn keep_budgets(&mut self) {
-        // In a script the service on the simulated host only reports overuse and ends no client, so the service of the
-        // world does the same.
+        // A script also runs on a simulated host, where the service only reports overuse. So the service of a scripted world
+        // ends no client for a budget, either.
         let may_terminate = !self.is_calm;
         let mut wanted = BTreeMap::new();
         for order in &self.demand.orders {
@@ -152,7 +148,7 @@ impl World {
         self.keep_kernel_limits();
     }
 
-    /// The log of a control daemon reports new clients to the watches over budgets.
+    /// The log of a control daemon has named new clients, so each watch over budgets soon lists the clients of its GPU.
     pub(crate) fn budgets_hear_of_clients(&mut self) {
         let now = self.now;
         for watched in self.service.iter_mut().flat_map(|service| service.budgets.values_mut()) {
@@ -167,7 +163,6 @@ impl World {
         watched.any(|watched| watched.can_come_on(self.now))
     }
 
-    /// Returns true if no look at clients for the budgets is due, and the service is not about to end a client.
     pub(crate) fn budgets_are_at_rest(&self) -> bool {
         let mut watched = self.service.iter().flat_map(|service| service.budgets.values());
         watched.all(|watched| watched.due.is_none() && watched.attempt.is_none())
@@ -182,7 +177,7 @@ impl World {
         watched.filter_map(of).min()
     }
 
-    /// One watch over budgets makes a step: it looks at the clients of its GPU, or its attempt to end clients goes on.
+    /// One watch over budgets makes a step: it lists the clients of its GPU, or its attempt to end clients goes on.
     pub(crate) fn carry_on_budgets(&mut self, dice: &mut Dice) {
         let now = self.now;
         let Some(service) = &self.service else { return };
@@ -258,8 +253,6 @@ impl World {
         self.bury();
     }
 
-    /// A random program changes: it allocates or frees memory, starts work again, or a debugger stops or releases the
-    /// program.
     pub(crate) fn program_changes(&mut self, dice: &mut Dice) {
         let daemons: Vec<u32> = self.daemons.keys().copied().collect();
         let Some(one) = dice.pick(&daemons).and_then(|pid| self.daemons.get(pid)) else { return };
@@ -284,7 +277,7 @@ impl World {
         self.budgets_hear_of_clients();
     }
 
-    /// The memory of a tenant's program grows and shrinks again and again.
+    /// The memory of all programs grows and shrinks many times, so that the service could report overuse many times.
     pub(crate) fn tenant_comes_and_goes(&mut self, dice: &mut Dice) {
         let gpu = *dice.pick(&GPUS).unwrap();
         for round in 0..32 {

@@ -1,4 +1,4 @@
-//! The acts of a simulated control daemon's clients: clients come, meet fatal GPU errors, lose their work, and leave.
+//! The acts of a simulated control daemon's clients: clients connect, meet fatal GPU errors, lose their work, and end.
 
 use std::collections::BTreeSet;
 use std::time::Duration;
@@ -20,26 +20,25 @@ const RECOVERY: Duration = Duration::from_millis(200);
 #[derive(Debug, Clone)]
 pub(crate) struct SimClient {
     pub(crate) server: u32,
-    /// The ordinals of the GPUs that the client uses.
+    /// The positions of the client's GPUs in the control daemon's list of GPUs.
     pub(crate) ordinals: BTreeSet<usize>,
-    /// The number of the client's connections. Each connection takes one place for a client on each GPU of the client.
+    /// Each connection of the client takes one of the [`CAPACITY`] places on each GPU of the client.
     pub(crate) connections: usize,
-    /// True once a fatal GPU error has taken the client's work on all of the client's GPUs.
+    /// True once a fatal GPU error on one GPU has destroyed the client's work on all of its GPUs.
     pub(crate) is_hit: bool,
     pub(crate) program: Program,
     pub(crate) tenant: Tenant,
 }
 
 impl SimClient {
-    /// True if the client has work that it can lose.
     pub(crate) fn is_at_work(&self) -> bool {
         self.tenant.has_work && !self.is_hit
     }
 }
 
 impl Mps {
-    /// A client comes to the GPUs with these ordinals. Returns the client's PID. None if no directory of a slice leads
-    /// the client to this control daemon, or the client has to wait.
+    /// A client comes to the GPUs with these ordinals. Returns the client's PID. `None` means that no directory of a slice
+    /// leads to this control daemon, or that the client has to wait.
     pub(crate) fn client_comes(&mut self, ordinals: BTreeSet<usize>) -> Option<u32> {
         if !ordinals.iter().all(|ordinal| self.is_led_to(*ordinal)) {
             return None;
@@ -53,8 +52,8 @@ impl Mps {
         self.client_is_admitted(ordinals, pid)
     }
 
-    /// A program comes to a slice of a GPU through the directory of the slice. Returns the PID of the program. None if
-    /// the program has to wait.
+    /// A program comes to a slice of a GPU through the directory of the slice. Returns the program's PID, or `None` if the
+    /// program has to wait.
     pub(crate) fn program_comes(&mut self, gpu: &str, slice: u32, group: &'static str) -> Option<u32> {
         let ordinal = self.gpus.iter().position(|one| one == gpu)?;
         let pid = self.client_is_admitted([ordinal].into(), None)?;
@@ -75,7 +74,7 @@ impl Mps {
             || self.servers.values().any(is_stopped)
     }
 
-    /// True if a directory of a slice of this GPU leads programs to this control daemon.
+    /// True if the directory of at least one slice of this GPU leads programs to this control daemon.
     fn is_led_to(&self, ordinal: usize) -> bool {
         let Some(ways) = &self.ways else { return true };
         let Some(gpu) = self.gpus.get(ordinal) else { return false };
@@ -83,7 +82,7 @@ impl Mps {
         slices_of(gpu).any(|name| ways.get(&name) == Some(&self.pid))
     }
 
-    /// The client with this PID leaves, and the next client gets the same PID.
+    /// The client with this PID ends, and the kernel gives the PID to the next client.
     pub(crate) fn is_succeeded(&mut self, pid: u32) {
         let Some(ordinals) = self.clients.get(&pid).map(|client| client.ordinals.clone()) else { return };
         self.client_leaves(pid);
@@ -94,8 +93,8 @@ impl Mps {
         }
     }
 
-    /// True if the next client belongs to another user than the control daemon's present server. If the server has no
-    /// client, the server ends, and a server for the other user can start.
+    /// Decides at random if the next client belongs to another user than the present server. In this case the server ends if it
+    /// has no client, and a server for the other user can start.
     fn is_for_another_user(&mut self) -> bool {
         let Some(server) = self.servers.keys().next_back().copied() else { return false };
         let is_another = self.dice.one_in(2);
@@ -105,9 +104,9 @@ impl Mps {
         is_another
     }
 
-    /// The control daemon admits a client that has connected. Returns the client's PID. None if the client has to wait. The
-    /// promise the-door-is-closed-first is checked: a client that has connected to a control daemon which was told to end
-    /// gets error 805.
+    /// The control daemon admits a client that has connected. Returns the client's PID, or `None` if the client has to wait.
+    /// Checks the promise `the-door-is-closed-first`: a client that connects to a control daemon which was told to end gets
+    /// CUDA error 805.
     pub(crate) fn client_is_admitted(&mut self, ordinals: BTreeSet<usize>, pid: Option<u32>) -> Option<u32> {
         assert!(!self.quits_when_idle, "the-door-is-closed-first: a client of {} gets error 805", self.pid);
         if self.is_hung() || self.listener() != Some(self.pid) {
@@ -157,8 +156,8 @@ impl Mps {
         self.ends_if_idle();
     }
 
-    /// The service ends the work of a client. Returns true if the client exists. Half of the clients end after they
-    /// have lost their work.
+    /// The service ends the work of a client. Returns true if the client exists. Half of the clients end after the loss of
+    /// their work.
     pub(crate) fn loses_work(&mut self, process: ProcessId) -> bool {
         let is_it = |client: &SimClient| client.program.process == process;
         let is_there = self.clients.get(&process.pid).is_some_and(is_it);
@@ -168,8 +167,7 @@ impl Mps {
         is_there
     }
 
-    /// A client causes a fatal GPU error, which hits every client of the same server on the same GPU, and no other
-    /// client.
+    /// A client causes a fatal GPU error. The error hits every client of the same server on the same GPU, and no other client.
     pub(crate) fn fault(&mut self, pid: u32) {
         let Some(SimClient { server, ordinals, is_hit: false, .. }) = self.clients.get(&pid).cloned() else {
             return;

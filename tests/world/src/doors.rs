@@ -1,5 +1,5 @@
-//! The parts of the service that hand out slices to programs and control groups. Each part that hands out slices asks
-//! the core if a program may have a slice now.
+//! The parts of the service that give slices to programs and control groups. Each part asks the core if a slice may be given
+//! now.
 
 use std::sync::Arc;
 
@@ -16,11 +16,10 @@ use super::ways::{all_slices, slices};
 use super::{Dice, GPUS, World};
 
 impl World {
-    /// The service's answer to a program that asks for a slice. All parts of the service must give the same answer.
+    /// Returns the service's answer to a program that asks for a slice. All parts of the service must give this answer.
     pub(crate) fn may_have(&self, slice: &SliceId, asker: Asker<'_>) -> Result<(), Obstacle> {
         let taker = asker.kept_out_by(slice, self.bindings.registry(), self.now.as_secs(), self.use_of());
         access::may_have(Standing {
-            // In the simulated world no GPU is unusable until a reset.
             unusable: None,
             drained: self.is_drained(&slice.to_string()),
             taken_by: taker.map(|one| one.name().to_owned()),
@@ -28,7 +27,6 @@ impl World {
         })
     }
 
-    /// Chooses a slice, mostly one that an order of the configuration has.
     pub(crate) fn any_slice(&self, dice: &mut Dice) -> SliceId {
         let of_orders = || self.demand.orders.iter().flat_map(|order| slices(&order.id, &order.gpus));
         let all: Vec<(String, String)> = if dice.one_in(8) {
@@ -41,15 +39,13 @@ impl World {
         slice_of(&gpu, only_slice(&DaemonId::from(name.as_str())).unwrap())
     }
 
-    /// The order of the configuration for the control daemon that has to serve a slice.
     fn order_of(&self, slice: &SliceId) -> Option<&Order<u32>> {
         let has =
             |order: &&Order<u32>| slices(&order.id, &order.gpus).any(|(name, _)| name == slice.to_string());
         self.demand.orders.iter().find(has)
     }
 
-    /// True if the service publishes that a program which comes to a slice now is served with the limits of the
-    /// slice.
+    /// True if the service publishes that a new program of the slice gets a server with the limits of the slice.
     fn shows_as_served(&self, slice: &SliceId) -> bool {
         let (Some(service), Some(order)) = (&self.service, self.order_of(slice)) else { return false };
         let serves =
@@ -67,8 +63,8 @@ impl World {
             && service.watched.get(&order.id).is_some_and(is_shown)
     }
 
-    /// The promise one-answer: a program that was allowed to have a slice, and starts at once, reaches a control daemon
-    /// with the limits of the slice, unless an event has happened that the service can't know yet.
+    /// Checks the promise `one-answer`: a program that may have a slice, and starts at once, reaches a control daemon with the
+    /// limits of the slice. The check is skipped if an event has happened that the service can't know yet.
     pub(crate) fn check_is_served(&self, slice: &SliceId) {
         let name = slice.to_string();
         assert!(!self.is_drained(&name), "one-answer: {name} is drained, and given");
@@ -90,8 +86,8 @@ impl World {
         assert!(differing.is_none(), "one-answer: {name} is given, and {differing:?}");
     }
 
-    /// A program asks for a slice, or root asks to bind a control group to a slice. If the service answers yes, a
-    /// program starts in the slice at once.
+    /// A program asks for a slice, or root asks to bind a control group to a slice. If the service agrees, a program starts in
+    /// the slice at once.
     pub(crate) fn program_asks(&mut self, dice: &mut Dice) {
         if self.service.as_ref().is_none_or(|service| service.ending.is_some()) {
             return;
@@ -127,8 +123,8 @@ impl World {
         self.budgets_hear_of_clients();
     }
 
-    /// Checks that at the end of a history the service gives each slice that is served and not drained to a program
-    /// that is willing to share it.
+    /// Checks that at the end of a history the service gives each served slice that is not drained to a program that accepts to
+    /// share the slice.
     pub(crate) fn check_slices_are_given(&self) {
         let asker = Asker { control_group: None, by: BoundBy::Platform, shares: true };
         for order in &self.demand.orders {

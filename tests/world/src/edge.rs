@@ -1,5 +1,5 @@
-//! The shell through which the service's real code for a running control daemon acts on the simulated world. Each
-//! question of the service to the world waits for its turn, so that any event can happen before the answer.
+//! The simulated `Shell`, through which the service's real code for a running control daemon acts on the world. Before each
+//! answer the code waits for its turn, so that any event can happen between question and answer.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::future::poll_fn;
@@ -17,24 +17,21 @@ use super::reader::Waits;
 use super::story::spaced;
 use super::ways::SimAdmission;
 
-/// The time after which the service takes a question without an answer to a control daemon as failed.
 const ANSWER_TIMEOUT: Duration = Duration::from_secs(5);
 
-/// The simulated control daemon for one act of the service.
+/// The shell for one act of the service about one simulated control daemon.
 #[derive(Clone)]
 pub struct SimShell {
     pub(crate) mps: Arc<Mutex<Mps>>,
     pub(crate) id: DaemonId,
-    /// The GPUs in the order that the service carries out by the act.
     pub(crate) gpus: Vec<String>,
-    /// The limits in the order that the service carries out by the act.
     pub(crate) setting: Setting,
-    /// The links by which clients find the control daemon.
     pub(crate) admission: SimAdmission,
 }
 
 impl SimShell {
-    /// True if NVML lists the clients of this control daemon on a GPU.
+    /// NVML lists no clients of the old GPU. If several control daemons take turns on a GPU, NVML does not tell their clients
+    /// apart.
     pub(crate) fn lists_clients(&self, gpu: &str) -> bool {
         gpu != OLD_GPU && self.id.tenure() == Tenure::Alone
     }
@@ -43,7 +40,7 @@ impl SimShell {
         self.mps.lock().unwrap()
     }
 
-    /// Interrupts the act of the service. The world continues the act after the world has seen the reason for the wait.
+    /// Suspends the act until the reason for the wait is over. The world polls the act again then.
     async fn wait(&self, waits: Waits) {
         let mut has_begun = false;
         poll_fn(|_| {
@@ -67,8 +64,8 @@ impl SimShell {
         self.wait(Waits::Turn(now)).await;
     }
 
-    /// Asks the control daemon a question. `other` is the answer if another control daemon listens in the control
-    /// daemon's directory.
+    /// Asks the control daemon a question. If another control daemon listens in this control daemon's directory, the answer is
+    /// `other`.
     async fn ask<T: Send>(
         &self,
         question: &'static str,
@@ -109,8 +106,7 @@ impl SimShell {
         effect(&mut mps)
     }
 
-    /// Gives the control daemon a command. The control daemon may carry out the command though its answer is late or
-    /// lost.
+    /// Gives the control daemon a command. The control daemon may carry out the command although its answer is late or lost.
     async fn command<T: Send>(
         &self,
         question: &'static str,
@@ -131,8 +127,8 @@ impl SimShell {
         answer
     }
 
-    /// The promise limits-are-in-force: while the service shows a control daemon as ready, the control daemon has the
-    /// limits of its order, unless another program has just changed these limits.
+    /// Checks the promise `limits-are-in-force`: a control daemon that the service shows as ready has the limits of its order,
+    /// unless another program has just changed them.
     pub(crate) fn check_limits_are_in_force(&self, mps: &Mps) {
         if mps.reader.is_ready() && mps.reader.shown.view.settled && mps.taken_by.is_none() {
             let differing = mps.differing(self.setting, false);
@@ -140,8 +136,8 @@ impl SimShell {
         }
     }
 
-    /// The promise the-view-is-true: a control daemon has each GPU on which it is shown as serving, with the limits of its
-    /// order, unless something has happened that the service can't know yet.
+    /// Checks the promise `the-view-is-true`: a control daemon that is shown as serving a GPU has the GPU, with the limits of
+    /// its order. The check is skipped if an event has happened that the service can't know yet.
     pub(crate) fn check_the_view_is_true(&self, mps: &Mps) {
         if mps.taken_by.is_some() || mps.has_news() {
             return;
@@ -158,8 +154,8 @@ impl SimShell {
         }
     }
 
-    /// The next event of the control daemon that the service sees: a line of its log, the end of a process, or an
-    /// administrator's request. None: nothing has happened.
+    /// Returns the next event that the service sees: a line of the log, the end of a process, or an administrator's request.
+    /// `None` means that nothing has happened.
     fn happened(&self, takes_requests: bool) -> Result<Option<Occurrence>, Failure> {
         let mut mps = self.lock();
         mps.count_step();
@@ -184,9 +180,9 @@ impl SimShell {
     }
 }
 
-/// The promise what-is-ready-takes-clients: no server of a control daemon that is shown as ready has a fatal GPU error
-/// that the log has reported. If the driver does not report the status of servers, this promise counts only once the
-/// log has named the clients that the error has hit.
+/// Checks the promise `what-is-ready-takes-clients`: no server of a control daemon that is shown as ready has a fatal GPU error
+/// that the log has reported. Old drivers do not report the status of servers. With an old driver the check waits until the log
+/// has named the clients that the error has hit.
 pub(crate) fn check_what_is_ready_takes_clients(mps: &Mps) {
     let reader = &mps.reader;
     let was_read = |line: usize| (reader.quiet_until..reader.position).contains(&line);
@@ -234,7 +230,7 @@ impl Shell for SimShell {
         u64::try_from(mps.log.len()).ok()
     }
 
-    /// Reads the next line of the log. Some lines take a turn, so that the world can interrupt the act between two
+    /// Reads the next line of the log before position `end`. Some lines take a turn, so that any event can happen between two
     /// lines.
     async fn line_before(&mut self, end: u64) -> Option<Said> {
         let takes_long = self.lock().goes_wrong(10);
@@ -437,8 +433,8 @@ impl Shell for SimShell {
         !self.lock().is_alive
     }
 
-    /// This function takes no turn, since no client must come between the service's last look at the clients and the
-    /// signal.
+    /// This function takes no turn: a client that connects between the service's last list of clients and the signal would lose
+    /// its work.
     async fn end_by_signal(&mut self, may_end: Permit) -> bool {
         let mut mps = self.lock();
         mps.note(format_args!("signal ({:?})", may_end.cause()));
@@ -453,7 +449,6 @@ impl Shell for SimShell {
         self.lock().note(format_args!("clients on GPUs"));
         self.turn().await;
         let mut mps = self.lock();
-        // Sometimes NVML fails to list the processes of one of the GPUs.
         let gpus = mps.gpus.clone();
         let failing = if mps.goes_wrong(30) { mps.dice.pick(&gpus).cloned() } else { None };
         let on = |ordinal: usize| {
@@ -463,9 +458,8 @@ impl Shell for SimShell {
         let list = |(ordinal, gpu): (usize, &String)| {
             let there = match self.id.tenure() {
                 Tenure::Alone => Some(on(ordinal)).filter(|_| self.lists_clients(gpu)),
-                // Several control daemons have the GPU in turns, and NVML lists the clients of all these control
-                // daemons. Of the listed clients only those in `ours` are known as clients of this control daemon, and
-                // only these count.
+                // Several control daemons take turns on the GPU, and NVML lists the clients of all of them. Only the clients in
+                // `ours` are known to belong to this control daemon.
                 Tenure::InTurns => Some(&on(ordinal) & ours).filter(|ours| !ours.is_empty()),
             };
             let there = there.filter(|_| !mps.out_of_reach.contains(gpu) && failing.as_ref() != Some(gpu));
@@ -535,8 +529,8 @@ impl Shell for SimShell {
         self.admission.reopen_ways(&mut mps);
     }
 
-    /// The promise programs-wait-for-a-server: the service releases the programs that wait only when a server has the
-    /// GPUs. Without a server the released programs would start without MPS, and prevent the start of a server. The
+    /// Checks the promise `programs-wait-for-a-server`: the service releases the waiting programs only when a server has the
+    /// GPUs. Programs that are released too early run without MPS, and then no server can start. The check is skipped if the
     /// server may have ended without the service's knowledge.
     fn let_go(&mut self) {
         let mut mps = self.lock();

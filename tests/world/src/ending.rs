@@ -1,5 +1,5 @@
-//! The shell through which the service's real code for requests to end GPU work acts on the simulated world. Each
-//! question of the service to the world waits for its turn, so that any event can happen before the answer.
+//! The simulated shell through which the service's real code for requests to end GPU work acts on the world. Before each answer
+//! the code waits for its turn, so that any event can happen between question and answer.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
@@ -26,20 +26,18 @@ use super::mps::{Mps, OLD_GPU};
 use super::reader::Waits;
 use super::tenants::{first_reception, gpu_of};
 
-/// The time after which the service takes a question without an answer to a control daemon as failed.
 const ANSWER_TIMEOUT: Duration = Duration::from_secs(5);
 
-/// The time after which a question to a control daemon has failed, if the request to end GPU work precedes a signal to
-/// a container.
+/// Replaces [`ANSWER_TIMEOUT`] in a request that a container runtime makes before it sends a signal to a container.
 const SHORT_ANSWER_TIMEOUT: Duration = Duration::from_secs(1);
 
-/// The time for which a control daemon waits for a client that can't take part in the end of its work.
+/// A control daemon hangs this long if it has to end a client's work while the server handles a fatal GPU error.
 const WAITS_FOR_CLIENT: Duration = Duration::from_secs(32);
 
-/// The most questions that a request to end GPU work may ask control daemons at one moment of the world.
+/// The most questions that a request may ask control daemons while the world's clock stands still. More questions mean an
+/// endless loop.
 const MOST_IN_A_MOMENT: usize = 400;
 
-/// A client of MPS, as the service's messages describe it.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct SimOwner {
     pub(crate) pid: u32,
@@ -54,14 +52,14 @@ impl fmt::Display for SimOwner {
 
 pub(crate) type Answer = (Vec<SimOwner>, Result<(), TerminationError<SimOwner>>);
 
-/// A process: its PID, and a number that no other process has.
+/// `process` is a number that no other process ever has, although another process may later have the same PID.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub(crate) struct SimProcess {
     pub(crate) pid: u32,
     pub(crate) process: u32,
 }
 
-/// A request to end GPU work that the service is carrying out, and the facts with which the world compares the answer.
+/// A request to end GPU work that the service carries out, and the facts with which the world compares the answer.
 #[derive(Debug)]
 pub(crate) struct RequestState {
     pub(crate) now: Duration,
@@ -70,30 +68,28 @@ pub(crate) struct RequestState {
     pub(crate) dice: Dice,
     pub(crate) is_calm: bool,
     pub(crate) target: Target,
-    /// The control groups that were bound when the request began.
+    /// The bindings at the beginning of the request.
     pub(crate) bindings: Bindings,
-    /// The number of the process that had the PID which the request names, when the request to end GPU work began.
+    /// If the request names a PID: the number of the process that had this PID at the beginning of the request.
     pub(crate) named: Option<u32>,
-    /// The clients whose work the request has to end, and that were at work when the request began.
+    /// The clients that the request means, and that were at work when the request began.
     pub(crate) wanted: BTreeSet<SimProcess>,
-    /// The clients whose work the request has to end, and that were at work when their control daemon last listed its
-    /// clients, by the PID of the control daemon.
+    /// The clients in `wanted` that were at work when their control daemon last listed its clients, by the PID of the control
+    /// daemon.
     pub(crate) at_work: BTreeMap<u32, BTreeSet<SimProcess>>,
-    /// The PIDs of the control daemons whose last list of clients has left out a client.
+    /// The PIDs of the control daemons whose last list of clients lacked a client.
     pub(crate) has_left_out: BTreeSet<u32>,
-    /// The clients that the request to end GPU work has found at work.
     pub(crate) found: BTreeSet<SimProcess>,
-    /// The clients whose work the request has ended, as a control daemon's answer has confirmed.
     pub(crate) ended: BTreeSet<SimProcess>,
-    /// The clients whose work may have ended, since the control daemon's answer was lost.
+    /// The clients whose work may have ended: the control daemon's answer got lost.
     pub(crate) lost: BTreeSet<SimProcess>,
-    /// The number of faults of each control daemon when it last answered a question for a server's status.
+    /// The number of fatal GPU errors of each control daemon when it last reported a server's status, by the PID of the control
+    /// daemon.
     pub(crate) faults: BTreeMap<u32, usize>,
     pub(crate) steps: usize,
 }
 
 impl RequestState {
-    /// The state of a request to end GPU work that begins now, and has not found any client yet.
     pub(crate) fn new(target: Target, now: Duration, dice: Dice, bindings: Bindings) -> Self {
         Self {
             now,
@@ -139,26 +135,23 @@ impl RequestState {
     }
 }
 
-/// A control daemon that a request to end GPU work can ask.
 #[derive(Clone)]
 pub(crate) struct Reached {
     pub(crate) pid: u32,
     pub(crate) mps: Arc<Mutex<Mps>>,
-    /// The GPUs of the control daemon. None if the service does not know the GPUs of the control daemon.
+    /// `None` if the service does not know the GPUs of the control daemon.
     pub(crate) gpus: Option<Vec<String>>,
 }
 
-/// The control daemons that a request to end GPU work asks, and the state of the request.
 #[derive(Clone)]
 pub(crate) struct SimEnding {
     pub(crate) state: Arc<Mutex<RequestState>>,
     pub(crate) daemons: Vec<Reached>,
 }
 
-/// A stopped process that the service has continued, so that its control daemon can end the process's work.
+/// A stopped process that the service lets run again, since the control daemon can't end the work of a stopped process.
 pub(crate) struct SimGoingOn(SimProcess);
 
-/// The servers of a control daemon that report that they handle a fatal GPU error.
 fn faulted(one: &Reached) -> BTreeSet<u32> {
     let mps = one.mps.lock().unwrap();
     let faulted = mps.servers.iter().filter(|(_, one)| one.status == ServerStatus::Fault && !mps.is_old);
@@ -193,8 +186,7 @@ impl SimEnding {
         self.wait(Waits::Turn(now)).await;
     }
 
-    /// Stands for a control daemon that does not answer: waits until the deadline of the question, and returns the
-    /// error.
+    /// Behaves like a control daemon that does not answer: waits until the timeout of the question, and returns the error.
     async fn is_silent(&self) -> String {
         let is_short = matches!(self.state().target, Target::Signalled(_));
         let until = self.state().now + if is_short { SHORT_ANSWER_TIMEOUT } else { ANSWER_TIMEOUT };
@@ -202,13 +194,12 @@ impl SimEnding {
         "the control daemon has not answered for 5 s".to_owned()
     }
 
-    /// Calls `look` with the client that has this PID now. None if no client has this PID.
     fn look<T>(&self, pid: u32, look: impl Fn(&SimClient) -> T) -> Option<T> {
         self.daemons.iter().find_map(|one| one.mps.lock().unwrap().clients.get(&pid).map(&look))
     }
 
-    /// Asks the kernel about the client with this PID. The answer takes a turn of the world, since the service asks the
-    /// kernel on another thread.
+    /// Asks the kernel about the client with this PID. The service asks the kernel on another thread, so any event can happen
+    /// before the answer.
     async fn ask<T>(&self, pid: u32, look: impl Fn(&SimClient) -> T) -> Result<T, String> {
         self.turn().await;
         if self.state().goes_wrong(60) {
@@ -217,7 +208,6 @@ impl SimEnding {
         self.look(pid, look).ok_or_else(|| "no such process".to_owned())
     }
 
-    /// Asks one control daemon for the list of its clients.
     fn take_list(&self, one: &Reached) -> ListAnswer {
         let (mut mps, mut state) = (one.mps.lock().unwrap(), self.state());
         let has_no_server = !mps.is_alive || mps.servers.is_empty();
@@ -261,8 +251,8 @@ impl SimEnding {
             client.is_some_and(SimClient::is_at_work)
         };
         let mut at_work: BTreeSet<SimProcess> = state.wanted.iter().copied().filter(is_at_work).collect();
-        // The control daemon's list leaves out one client. If the client that the list leaves out had no work at the
-        // list before, and starts work just now, it counts as a client that has come too late for the request.
+        // Some lists lack one client. A client may have had no work at the control daemon's last list, and may start its work
+        // just now without being listed. This client has come too late for the request.
         if state.has_left_out.contains(&one.pid)
             && let Some(before) = state.at_work.get(&one.pid)
         {
@@ -276,7 +266,7 @@ impl SimEnding {
         self.daemons.iter().find(|one| one.pid == control).unwrap()
     }
 
-    /// A control daemon ends the work of a client, even if its answer is lost.
+    /// The control daemon ends the client's work. The control daemon's answer may get lost afterwards.
     fn end(&self, one: &Reached, server: u32, client: SimProcess) -> ClientEnd {
         let mut mps = one.mps.lock().unwrap();
         mps.note(format_args!("end the work of {}", client.pid));
@@ -392,8 +382,8 @@ impl ClientShell for SimEnding {
         assert_eq!(may_end.cause(), Cause::Asked);
         let one = self.find(*control).clone();
         let pid = client.0.pid;
-        // The control daemon ends the work of the process that has the client's PID at this moment. Another process
-        // gets the PID only after all other PIDs were used.
+        // The control daemon ends the work of the process that has the client's PID at this moment. No other process has got
+        // the PID meanwhile: the kernel reuses a PID only after it has used all others.
         let Some(process) = self.look(pid, |client| client.tenant.process) else {
             return ClientEnd::NotThere;
         };

@@ -1,5 +1,4 @@
-//! The shell through which the service's real code that ends clients for a budget acts on the simulated world, and the
-//! checks of this code.
+//! The simulated shell through which the service's real code ends clients for a budget, and the checks of this code.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::future::poll_fn;
@@ -18,30 +17,29 @@ use super::answers::listed;
 use super::budgets::Program;
 use super::mps::Mps;
 
-/// The time after which the service takes a question without an answer to a control daemon as failed.
 const ANSWER_TIMEOUT: Duration = Duration::from_secs(5);
 
-/// The greatest age of the look at the GPU and of the list of clients by which the service chooses a client to end it.
+/// The service chooses a client to end from NVML's list of processes and a control daemon's list of clients. Both lists must
+/// not be older than this time.
 const FRESH: Duration = Duration::from_secs(2);
 
-/// The longest time for which the service does not try again to end a client that it could not end.
+/// After a failed attempt to end a client, the service may spare the client for at most this time.
 const LEFT_ALONE: Duration = Duration::from_secs(61);
 
-/// The most messages that the service may log about the overuse of one slice in a minute.
+/// The most messages that the service may log in a minute about the overuse of one slice.
 const MOST_TOLD: usize = 20;
 
-/// The facts about the budgets of a GPU's slices with which the service's acts are compared.
 #[derive(Debug)]
 pub(crate) struct Facts {
     pub(crate) now: Duration,
-    /// The moment until which the attempt to end clients waits. None if the attempt does not wait.
+    /// The time until which the attempt to end clients waits. `None` if the attempt does not wait.
     pub(crate) waits_until: Option<Duration>,
     budgets: Option<SliceBudgets>,
-    /// The clients that ran before the service began, or before the budgets became smaller. The service must not end
-    /// these earlier clients for the budget.
+    /// The clients that ran before the service began, or before the budgets became smaller. The service must not end them for
+    /// the budget.
     before: BTreeSet<ProcessId>,
-    /// True until the service first looks at the clients after it began, or after the budgets became smaller. The
-    /// service may also spare clients that come before its first look.
+    /// True until the service first lists the clients after its start, or after the budgets have become smaller. The service
+    /// may spare all clients in this list, since it can't know which of them have just come.
     is_unseen: bool,
     may_be_spared: BTreeSet<ProcessId>,
     seen: Vec<Program>,
@@ -50,16 +48,15 @@ pub(crate) struct Facts {
     /// The clients in the last lists of the control daemons, each with the number of its connection.
     listed: BTreeMap<ProcessId, u64>,
     listed_at: Duration,
-    /// The clients that are known to have lost their work, each with the number that its connection had when the work
-    /// was lost.
+    /// The clients that have certainly lost their work, each with the number of its connection at that time.
     ended: BTreeMap<ProcessId, u64>,
-    /// The clients whose end the service has asked of a control daemon, without an answer.
+    /// The clients that the service has asked a control daemon to end, without getting an answer.
     in_doubt: BTreeSet<ProcessId>,
-    /// The clients that the service could not end, each with the moment of the attempt to end it.
+    /// The clients that the service could not end, each with the time of the attempt.
     refused: BTreeMap<ProcessId, Duration>,
     told: BTreeMap<u32, Vec<Duration>>,
-    /// The client that the service has last chosen to end, and the reason why the service must not end it. None if the
-    /// client may be ended.
+    /// The client that the service has last chosen to end, and the reason why the service must not end it. The reason is `None`
+    /// if the service may end the client.
     chosen: Option<(ProcessId, Option<&'static str>)>,
 }
 
@@ -87,8 +84,7 @@ impl Default for Facts {
 }
 
 impl Facts {
-    /// Takes note that the service puts the budgets `now` in force. `there` has the programs that are clients at this
-    /// moment.
+    /// The service puts the budgets `now` in force. The clients at this moment are in `there`.
     pub(crate) fn is_in_force(&mut self, now: &SliceBudgets, there: &[Program]) {
         let smaller = |before: &SliceBudgets| {
             let mut both = now.budgets.iter().zip(&before.budgets);
@@ -103,7 +99,7 @@ impl Facts {
         self.budgets = Some(now.clone());
     }
 
-    /// Takes note that NVML lists these programs when the service looks at a GPU.
+    /// NVML lists these programs when the service asks for the processes of a GPU.
     pub(crate) fn are_seen(&mut self, programs: &[Program], now: Duration) {
         if std::mem::take(&mut self.is_unseen) {
             self.may_be_spared.extend(programs.iter().map(|program| program.process));
@@ -113,8 +109,7 @@ impl Facts {
         self.seen_budgets.clone_from(&self.budgets);
     }
 
-    /// Takes note of a message about the overuse of this slice, and checks that the service does not log too many of
-    /// them.
+    /// The service logs a message about the overuse of this slice. Checks the promise `overuse-is-told-in-measure`.
     pub(crate) fn is_told(&mut self, slice: u32, now: Duration) {
         let told = self.told.entry(slice).or_default();
         told.push(now);
@@ -125,7 +120,7 @@ impl Facts {
         );
     }
 
-    /// Takes note that the service has looked up which process has this PID. None if no process has the PID.
+    /// The service has found out which process has this PID. `None` if no process has the PID.
     fn is_found(&mut self, pid: u32, process: Option<ProcessId>) {
         self.listed.retain(|one, _| one.pid != pid || process == Some(*one));
     }
@@ -134,7 +129,7 @@ impl Facts {
         self.refused.insert(process, self.now);
     }
 
-    /// The reason why the service must not end this client now. None if the service may end the client.
+    /// Returns the reason why the service must not end this client now. `None` if the service may end the client.
     fn forbids(&self, victim: ProcessId) -> Option<&'static str> {
         let Some(SliceBudgets { budgets, terminate }) = &self.seen_budgets else {
             return Some("no budget");
@@ -173,14 +168,13 @@ impl Facts {
     }
 }
 
-/// A handle of a client's process, with the control daemon of the client.
+/// A handle of a client's process, which never refers to a later process with the same PID.
 #[derive(Clone)]
 pub(crate) struct SimHeld {
     mps: Arc<Mutex<Mps>>,
     process: ProcessId,
 }
 
-/// The control daemons through which the service ends clients for a budget.
 #[derive(Clone)]
 pub(crate) struct SimEnforcement {
     pub(crate) daemons: Vec<Arc<Mutex<Mps>>>,
@@ -196,7 +190,7 @@ impl SimEnforcement {
         self.facts.lock().unwrap()
     }
 
-    /// Returns whether this process still runs. A later process with the same PID does not count.
+    /// A later process with the same PID does not count.
     pub(crate) fn runs(&self, process: ProcessId) -> bool {
         let runs = self.daemons.iter().any(|daemon| {
             lock(daemon).clients.get(&process.pid).is_some_and(|one| one.program.process == process)
@@ -221,7 +215,7 @@ impl SimEnforcement {
         .await;
     }
 
-    /// Waits for a turn of the world, and as long as the control daemon hangs. The result is an error if the control
+    /// Simulates a question to a control daemon, with the time that the answer takes. The result is an error if the control
     /// daemon does not answer in time.
     async fn reach(&self, question: &str, mps: &Mutex<Mps>) -> Result<(), String> {
         let begun = self.facts().now;
@@ -323,8 +317,8 @@ impl ClientShell for SimEnforcement {
         Ok(held.process)
     }
 
-    /// The promise work-is-safe: a client that the service asks a control daemon to end exceeded the budget when the
-    /// service chose the client, one question before.
+    /// Checks the promise `work-is-safe`: the client must have exceeded the budget when the service chose the client, just
+    /// before this command.
     async fn terminate_client(
         &mut self,
         control: &Self::Control,

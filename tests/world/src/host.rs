@@ -1,4 +1,4 @@
-//! The driver of the simulated host, the service's looks at the host, and GPUs that fall off the bus.
+//! The simulated driver and NVML of the host, the service's lists of GPUs, and GPUs that fall off the bus.
 
 use std::collections::BTreeSet;
 use std::time::Duration;
@@ -8,23 +8,19 @@ use mps_core::{DriverNews, MpsSwitch};
 use super::mps::Mps;
 use super::{Dice, GPUS, World};
 
-/// The pause between two looks of the service at the host while it has no plan or no driver.
+/// The service lists the GPUs again after this pause while it has no plan or no driver.
 const SCAN: Duration = Duration::from_secs(5);
 
-/// The state of the simulated NVML.
 #[derive(Debug, Default)]
 pub(crate) struct SimNvml {
-    /// The number of times that NVIDIA's driver was loaded again. A program that has opened the driver before it was
-    /// loaded again has to open it again.
+    /// The number of times that the driver was loaded again. A program that opened the driver before has to open it again.
     loads: u32,
     /// True while NVML does not list the GPUs. NVML still answers questions about each GPU.
     lists_none: bool,
-    /// The GPUs that have fallen off the bus.
     lost: BTreeSet<String>,
 }
 
 impl World {
-    /// A random event of the driver happens, or an administrator makes the service look at the host.
     pub(crate) fn host_changes(&mut self, dice: &mut Dice) {
         let what = match dice.below(6) {
             0 | 1 => {
@@ -41,8 +37,7 @@ impl World {
         self.tell_of_nvml();
     }
 
-    /// One GPU in `gpus`, or each GPU in `gpus`, falls off the bus. A GPU that has already fallen off the bus comes
-    /// back.
+    /// One GPU or all GPUs in `gpus` fall off the bus. A GPU that has already fallen off the bus comes back.
     pub(crate) fn gpus_fall_off(&mut self, gpus: &[String], dice: &mut Dice) {
         let gpus = dice.pick(gpus).filter(|_| dice.one_in(2)).map_or(gpus, std::slice::from_ref);
         for gpu in gpus {
@@ -55,14 +50,12 @@ impl World {
         self.tell_of_nvml();
     }
 
-    /// All troubles of NVML end, and an administrator makes the service look at the host.
     pub(crate) fn nvml_calms_down(&mut self) {
         self.nvml.lists_none = false;
         self.nvml.lost.clear();
         self.look_again();
     }
 
-    /// Returns true if the service can ask NVML about a GPU.
     pub(crate) fn reaches(&self, gpu: &str) -> bool {
         self.has_driver() && !self.nvml.lost.contains(gpu)
     }
@@ -71,7 +64,6 @@ impl World {
         self.service.as_ref().is_some_and(|service| service.driver == Some(self.nvml.loads))
     }
 
-    /// The GPUs about which the service can't ask NVML.
     pub(crate) fn out_of_reach(&self) -> BTreeSet<String> {
         GPUS.iter().filter(|gpu| !self.reaches(gpu)).map(|gpu| (*gpu).to_owned()).collect()
     }
@@ -86,8 +78,8 @@ impl World {
         }
     }
 
-    /// The service looks at the host's driver and GPUs. Returns true if NVML has listed the GPUs. The promise
-    /// a-driver-stays: a driver that works stays in force, even if a look of the service at the host fails.
+    /// The service opens the driver if necessary, and lists the GPUs. Returns true if NVML has listed them. Checks the promise
+    /// `a-driver-stays`: a working driver stays in force even if NVML lists no GPUs.
     pub(crate) fn look(&mut self) -> bool {
         let loads = self.nvml.loads;
         let is_listed = loop {
@@ -122,8 +114,7 @@ impl World {
         }
     }
 
-    /// The service looks at the host: regularly while it has no plan or no driver, or because an administrator has
-    /// asked for a look.
+    /// The service lists the GPUs again: regularly while it has no plan or no driver, or at an administrator's request.
     pub(crate) fn look_again(&mut self) {
         let is_ending = self.service.as_ref().is_none_or(|service| service.ending.is_some());
         if !is_ending && self.look() && self.service.as_ref().is_some_and(|service| !service.has_plan) {
@@ -131,14 +122,13 @@ impl World {
         }
     }
 
-    /// A service that has just started looks at the host. With MPS disabled the service does not wait for a driver.
+    /// A service that has just started lists the GPUs. If MPS is disabled, the service does not wait for a driver.
     pub(crate) fn look_first(&mut self) {
         if self.look() || self.demand.mps != MpsSwitch::On {
             self.begin_to_serve();
         }
     }
 
-    /// The service looks at the host if its regular look at the host is due.
     pub(crate) fn look_if_due(&mut self) {
         let due = self.service.as_ref().and_then(|service| service.next_look);
         if due.is_some_and(|due| due <= self.now) {

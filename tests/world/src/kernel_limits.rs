@@ -1,5 +1,5 @@
-//! The memory limits that the simulated kernel enforces for control groups. The service's real registry of limits sets
-//! and removes the limits, the simulated kernel refuses some limits, and other programs set limits themselves.
+//! The memory limits that the simulated kernel enforces for control groups. The service's real registry of limits sets and
+//! removes limits, the simulated kernel refuses some of them, and other programs set limits, too.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
@@ -16,41 +16,40 @@ use super::tenants::{gpu_of, slice_of};
 use super::ways::SLICES;
 use super::{Dice, Ending, GPUS, World};
 
-/// The memory limit that another program's hook of a container runtime sets, in MiB.
+/// The memory limit in MiB that another program's hook of a container runtime sets.
 const OF_HOOK: u64 = 9;
 
-/// The time after which the service must have replaced a memory limit that another program's hook has set.
+/// The service must replace the limit of another program's hook within this time.
 const HOOK_LASTS: Duration = Duration::from_secs(5);
 
-/// The memory limits that the simulated kernel enforces, in MiB.
+/// The memory limits in the simulated kernel, in MiB.
 #[derive(Debug, Default)]
 pub(crate) struct SimKernel {
     limits: BTreeMap<LimitedGroup, u64>,
-    /// The limits that another program has changed since the service last checked them, each with the moment by which
-    /// the service must have checked the limit.
+    /// The limits that another program has changed since the service last checked them, each with the deadline for the
+    /// service's next check.
     changed: BTreeMap<LimitedGroup, Duration>,
-    /// The limits in the kernel that another program, or an earlier service, has set.
+    /// The limits in the kernel that another program or an earlier service has set.
     of_others: BTreeSet<LimitedGroup>,
     /// The GPUs on which the kernel enforces no limits, as in MIG mode.
     refuses: BTreeSet<String>,
 }
 
-/// The limits that the service sets in the kernel, and the limits that it wants. The limits that the service sets are
-/// None until the service has set goals.
+/// The service's limits in the kernel, and the limits that it wants. `limits` is `None` until the service has set its first
+/// goals.
 #[derive(Debug, Default)]
 pub(crate) struct SimKernelLimits {
     limits: Option<KernelLimits>,
     wanted: GroupLimits,
 }
 
-/// True if a configuration with this payload wants the kernel to enforce limits. A changed configuration may begin or
-/// cease to want limits while programs run.
+/// Decides from the payload if the configuration wants limits in the kernel. A reload can change the answer while programs run.
 fn are_wanted(payload: u32) -> bool {
     payload % 5 != 4
 }
 
-/// The most memory that a program can have on a GPU, by the kernel's limits of its control group and of the control
-/// groups above. `has` is the memory that the program has already.
+/// Returns how much memory in MiB a program may have on a GPU by the kernel's limits of its control group and of the control
+/// groups above. `has` is the memory that the program already has.
 pub(crate) fn room_in_groups(world: &World, gpu: &str, group: &str, has: u64) -> u64 {
     let around = world.kernel.limits.iter().filter(|(place, _)| {
         place.gpu == gpu && is_in(group, &place.group.path) && world.bindings.is_there(&place.group)
@@ -72,8 +71,8 @@ impl World {
         Some((gpu, budgets.get(usize::try_from(slice.ordinal).ok()?)?.memory_mib))
     }
 
-    /// The service computes the memory limits that follow from the bindings and the configuration, as its goals for the
-    /// kernel.
+    /// The service computes which memory limits follow from the bindings and the configuration, and takes them as its goals for
+    /// the kernel.
     pub(crate) fn keep_kernel_limits(&mut self) {
         let Some(service) = &self.service else { return };
         let is_first = service.kernel_limits.limits.is_none();
@@ -108,19 +107,18 @@ impl World {
         self.service.as_ref()?.kernel_limits.limits.as_ref()?.due()
     }
 
-    /// The memory that all programs in a control group use on a GPU.
     fn used_by(&self, place: &LimitedGroup) -> u64 {
         let programs = self.programs_on(&place.gpu);
         programs.iter().filter(|one| is_in(one.group, &place.group.path)).map(|one| one.mib).sum()
     }
 
-    /// The service sets or removes one memory limit in the kernel, and looks at the result.
+    /// The service sets or removes one memory limit in the kernel, and records the outcome.
     pub(crate) fn carry_on_kernel_limits(&mut self, dice: &mut Dice) {
         let Some((place, goal)) = self.next_limit() else { return };
         let is_lost = self.goes_wrong(dice);
         let is_new = matches!(goal, LimitGoal::Hold(_)) && !self.kernel.limits.contains_key(&place);
-        // Another program's hook for the same container may set the limit after the service's hook that has bound the
-        // container.
+        // A container may have a second hook, of another program. The second hook may replace the limit just after the service
+        // has set it.
         let hook_comes = is_new && !self.is_calm && dice.one_in(3);
         let now = self.now;
         let (is_there, used) = (self.bindings.is_there(&place.group), self.used_by(&place));
@@ -165,19 +163,16 @@ impl World {
         service.kernel_limits.limits.get_or_insert_default().has_acted(&place, &goal, outcome, now);
     }
 
-    /// The service ends and leaves its memory limits in the kernel. The next service knows only the state file and the
-    /// configuration, and not the limits in the kernel.
+    /// The service ends, and its memory limits stay in the kernel. The next service knows only the state file and the
+    /// configuration, so it can't tell these limits from limits of other programs.
     pub(crate) fn limits_are_left(&mut self) {
         self.kernel.of_others.extend(self.kernel.limits.keys().cloned());
     }
 
-    /// The troubles of the simulated kernel end: the kernel enforces limits on every GPU again.
     pub(crate) fn kernel_limits_calm_down(&mut self) {
         self.kernel.refuses.clear();
     }
 
-    /// A GPU enters or leaves a mode in which the kernel enforces no limits, or another program sets or removes a
-    /// limit.
     pub(crate) fn kernel_limits_change(&mut self, dice: &mut Dice) {
         let gpu = (*dice.pick(&GPUS).unwrap()).to_owned();
         if dice.one_in(3) {
@@ -190,7 +185,7 @@ impl World {
         let place = LimitedGroup { gpu, group: self.bindings.any_group(dice) };
         match dice.below(3) {
             0 => _ = self.kernel.limits.remove(&place),
-            // Another program sets a limit of 7 MiB, which is lower than the limit of any slice.
+            // A limit of 7 MiB is lower than the limit of any slice.
             _ => _ = self.kernel.limits.insert(place.clone(), 7),
         }
         self.add_to_story(|| format!("somebody else changes the limit of {place:?}"));
@@ -198,7 +193,7 @@ impl World {
         self.kernel.changed.insert(place, self.now + CHECK);
     }
 
-    /// The kernel removes the memory limits of control groups that were removed.
+    /// The kernel drops the memory limits of a control group when the control group is removed.
     pub(crate) fn limits_of_gone_groups_end(&mut self) {
         let is_there = |group: &ControlGroup| self.bindings.is_there(group);
         self.kernel.limits.retain(|place, _| is_there(&place.group));
@@ -206,8 +201,8 @@ impl World {
         self.kernel.of_others.retain(|place| is_there(&place.group));
     }
 
-    /// The promise a-shown-limit-is-held: if the service shows a slice as limited by the kernel, the one control group
-    /// that has the slice can have exactly the memory of the slice.
+    /// Checks the promise `a-shown-limit-is-held`: if the service shows a slice as limited by the kernel, the only control
+    /// group with the slice can have exactly the memory of the slice.
     pub(crate) fn check_limits_are_held(&self) {
         let Some(service) = &self.service else { return };
         let Some(known) = &service.kernel_limits.limits else { return };
@@ -237,8 +232,8 @@ impl World {
         }
     }
 
-    /// The promise limits-go-with-bindings: at the end of a history the kernel has each limit that follows from the
-    /// bindings and that the kernel does not refuse, and no other limit of the service.
+    /// Checks the promise `limits-go-with-bindings`: at the end of a history the kernel has each limit that follows from the
+    /// bindings, except for limits that it refuses. The kernel has no other limit of the service.
     pub(crate) fn check_limits_go_with_bindings(&self) {
         let wanted = limits(self.bindings.registry(), |slice| self.memory_of(slice));
         for (place, limit) in &wanted {

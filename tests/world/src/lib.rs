@@ -1,8 +1,8 @@
-//! A host in memory, for random histories of the service: GPUs with compute modes, control daemons with clients, the
-//! state file, and a shell, which carries out the acts of the service's core step by step, like the service. In a
-//! history the service can be killed between any two steps.
+//! A simulated host in memory, for random histories of the service. The host has GPUs with compute modes, control daemons with
+//! clients, a state file, and a shell that carries out the acts of the real core step by step. A test can kill the service
+//! between any two steps.
 
-// Everything in this crate is for tests.
+// All code of this crate is for tests, where a panic is a failed test.
 #![allow(
     clippy::unwrap_used,
     clippy::expect_used,
@@ -60,10 +60,9 @@ use requests::SimRequest;
 use serving::{Reaches, RunningAct, Watched};
 use ways::{SimAdmission, SimDrained, Ways};
 
-/// The GPUs of the simulated host.
 const GPUS: [&str; 3] = ["0a:00.0", "0b:00.0", "0c:00.0"];
 
-/// A pseudo-random number from a seed, by the method `SplitMix64`.
+/// Maps a seed to a pseudo-random number by the method `SplitMix64`.
 pub fn mixed(seed: u64) -> u64 {
     let mut z = seed.wrapping_add(0x9e37_79b9_7f4a_7c15);
     z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
@@ -71,7 +70,8 @@ pub fn mixed(seed: u64) -> u64 {
     z ^ (z >> 31)
 }
 
-/// Random choices that all follow from one number, so that a history is still valid if some of its steps are removed.
+/// Random choices that follow from one number. Each step of a history has a number of its own, so the other steps stay valid
+/// when a test removes a step.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Dice(u64);
 
@@ -80,7 +80,6 @@ impl Dice {
         Self(draw)
     }
 
-    /// A random number below `most`.
     pub(crate) fn below(&mut self, most: usize) -> usize {
         self.0 = mixed(self.0);
         usize::try_from(self.0 % most as u64).unwrap()
@@ -107,25 +106,21 @@ struct GpuState {
     mode: Mode,
     /// The compute mode that an administrator has last set on the GPU.
     own: Mode,
-    /// The compute mode that the service has last set on the GPU. None if the service has set no compute mode on the
-    /// GPU.
+    /// The compute mode that the service has last set on the GPU. `None` if the service has never set a compute mode there.
     ours: Option<Mode>,
 }
 
-/// A control daemon of the service.
 #[derive(Clone)]
 struct ControlDaemon {
     id: DaemonId,
     gpus: Vec<String>,
     mps: Arc<Mutex<Mps>>,
-    /// True if the last order for the control daemon lets the service set compute modes.
     sets_modes: bool,
-    /// True while a new process waits for the byte from the service with which the process becomes the control daemon.
-    /// A process that still waits for the byte ends if the service ends.
+    /// A new process waits for a byte from the service, and then becomes the control daemon. `is_paused` is true during this
+    /// wait. If the service ends during the wait, the process ends, too.
     is_paused: bool,
 }
 
-/// A control daemon in the state file.
 #[derive(Debug, Clone)]
 struct Written {
     pid: u32,
@@ -138,7 +133,7 @@ struct StateFile {
     modes: BTreeMap<String, Mode>,
 }
 
-/// An act about a control daemon that the core has decided and that the service is carrying out.
+/// An act about a control daemon that the core has decided and the service is carrying out.
 #[derive(Debug, Clone)]
 struct Task {
     order: Order<u32>,
@@ -146,26 +141,21 @@ struct Task {
     held: BTreeSet<String>,
     act: DaemonAct,
     step: usize,
-    /// True if the core wants the service to interrupt the act.
     is_interrupted: bool,
-    /// True if the act has begun after the service got the request to end.
+    /// True if the act began after the service was asked to end.
     is_for_the_end: bool,
 }
 
-/// The service between its start and its end.
 struct Service {
     core: Core<u32>,
-    /// The NVIDIA driver that the service has opened. None if no driver is in force.
+    /// The driver that the service has opened, by the number of its load. `None` if no driver is in force.
     driver: Option<u32>,
-    /// True if the service has a plan for the host: a look at the host has succeeded, or the service needed no look.
+    /// True once the service has a plan: NVML has listed the GPUs, or MPS is disabled.
     has_plan: bool,
     next_look: Option<Duration>,
     tasks: BTreeMap<DaemonId, Task>,
-    /// The acts about running control daemons that the service is carrying out.
     acts: BTreeMap<DaemonId, RunningAct>,
-    /// The control daemons that are being started, each with the simulation of its process.
     starting: BTreeMap<DaemonId, Arc<Mutex<Mps>>>,
-    /// The control daemons whose processes a supervisor of the service watches.
     watched: BTreeMap<DaemonId, Watched>,
     reaches: Reaches,
     /// The published views of the control daemons that do not run.
@@ -173,22 +163,18 @@ struct Service {
     /// The failures that the service has not published yet: it publishes them with the pause that follows.
     failing: BTreeMap<DaemonId, Failing>,
     admissions: BTreeMap<DaemonId, SimAdmission>,
-    /// The service's watches over the budgets of slices, by GPU.
     budgets: BTreeMap<String, SimWatch>,
-    /// The memory limits that the service wants the kernel to enforce.
     kernel_limits: SimKernelLimits,
-    /// The compute modes that are being changed, by GPU: true if the service sets its own mode, false if the service
-    /// restores the former mode. The second value is the number of finished steps of the change.
+    /// The compute modes that are being changed, by GPU. The bool is true if the service sets its own mode, and false if it
+    /// restores the former mode. The number counts the finished steps.
     modes: BTreeMap<String, (bool, usize)>,
-    /// The requests to end GPU work that the service is carrying out.
     requests: Vec<SimRequest>,
     ending: Option<Ending>,
-    /// The control daemons that had clients when MPS was disabled, and that run on with these clients.
+    /// The control daemons that had clients when MPS was disabled, and that run on for these clients.
     spared: BTreeSet<DaemonId>,
-    /// The control daemons whose last order lets the service set no compute modes.
+    /// The control daemons whose last order does not let the service set compute modes.
     without_modes: BTreeSet<DaemonId>,
-    /// The control daemons that the service could not end, though the service has tried to end them since it got the
-    /// request to end.
+    /// The control daemons that the service has tried to end without success since it was asked to end.
     not_ended: BTreeSet<DaemonId>,
 }
 
@@ -212,38 +198,39 @@ pub struct World {
     now: Duration,
     gpus: BTreeMap<String, GpuState>,
     nvml: SimNvml,
-    /// The control daemons of the service that run, by their PIDs.
+    /// The running control daemons of the service, by PID.
     daemons: BTreeMap<u32, ControlDaemon>,
     next_pid: u32,
     state_file: StateFile,
-    /// The slices that an administrator has drained, as the state file has them.
+    /// The drained slices. The state file records them, so they survive the end of the service.
     drained: Arc<Mutex<SimDrained>>,
-    /// The slices whose links to a control daemon could not be removed when an administrator drained the slices. The
-    /// service's answer to the administrator has named the slices whose links stayed.
+    /// The slices whose links the service could not remove when an administrator drained the slices. The service has named
+    /// these slices in its answer, so the checks allow their links.
     stuck: BTreeSet<String>,
     ways: Ways,
     /// The slices in whose directories a user has changed the link to the control daemon.
     meddled: BTreeSet<String>,
-    /// The control groups that are bound to slices, as the state file has them.
+    /// The control groups that are bound to slices. The state file records the bindings, so they survive the end of the
+    /// service.
     bindings: SimBindings,
     kernel: SimKernel,
     service: Option<Service>,
-    /// The orders for control daemons that follow from the present configuration.
+    /// The orders that follow from the present configuration.
     demand: Demand<u32>,
     version: u32,
     /// True at the end of a history, when the world causes no more troubles.
     is_calm: bool,
-    /// True if the driver's control daemons refuse to serve several users at the same time.
+    /// True if the driver's control daemons refuse to serve several users at once.
     refuses_multiuser: bool,
-    /// True while the state file can't be written.
     is_disk_full: bool,
-    /// The number of acts about each control daemon since the last event from outside, or since time has passed.
+    /// The number of acts about each control daemon since time last passed or an event from outside happened.
     in_a_row: BTreeMap<DaemonId, usize>,
-    /// The GPUs whose compute mode could not be restored, or was changed by another program.
+    /// The GPUs whose compute mode the service could not restore, or another program has changed. The checks of compute modes
+    /// skip them.
     strange: BTreeSet<String>,
-    /// The number of acts that the service has begun since the history has begun.
+    /// The number of acts that the service has begun in this history.
     acts: usize,
-    /// The text of the history. None if the caller does not want the text of the history.
+    /// The text of the history. `None` if the test does not want the text.
     story: Option<String>,
 }
 
@@ -255,7 +242,7 @@ impl World {
         world
     }
 
-    /// A host on which no service has run yet. `tells` is true if the text of the history is wanted.
+    /// Makes a host on which no service has run yet. `tells` is true if the test wants the text of the history.
     fn without_service(mood: Mood, tells: bool) -> Self {
         Self {
             mood,
@@ -369,7 +356,6 @@ impl World {
         self.look_if_due();
     }
 
-    /// Gives an event to the service's core, and makes the service begin the acts that the core decides.
     fn on(&mut self, event: CoreEvent<u32>) {
         let now = self.now;
         let is_answer = matches!(event, CoreEvent::Done { .. } | CoreEvent::ModeDone { .. } | CoreEvent::Due);
@@ -454,11 +440,10 @@ impl World {
         }
     }
 
-    /// Gives the core the outcome of the act about this control daemon.
     fn finish(&mut self, id: &DaemonId, outcome: ActOutcome) {
         self.add_to_story(|| format!("  <- {id}: {outcome:?}"));
-        // The act about the control daemon has ended, but NVML still carries out the change of a compute mode. The next
-        // change of a GPU's compute mode waits for the present change.
+        // The ended act may have asked for changes of compute modes that the world has not carried out yet. The world carries
+        // them out before the next act changes the compute modes of the same GPUs.
         self.change_modes(id);
         let written = self.state_file.daemons.get(id).cloned();
         self.change_view(id, |_| {});
@@ -490,7 +475,8 @@ impl World {
         self.on(CoreEvent::ModeDone { gpu: gpu.to_owned(), outcome });
     }
 
-    /// The running control daemon of the service with this id, and its PID.
+    /// Returns the running control daemon with this id, and its PID. `None` if the state file does not record the control
+    /// daemon, or its process has ended.
     fn living(&self, id: &DaemonId) -> Option<(u32, &ControlDaemon)> {
         let pid = self.state_file.daemons.get(id)?.pid;
         Some((pid, self.daemons.get(&pid)?))

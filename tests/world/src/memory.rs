@@ -1,18 +1,17 @@
-//! The memory that programs of the simulated world allocate: at most as much as the limits of a program allow and as
-//! the GPU has left. The slices of a GPU together may have more memory than the GPU (overcommit).
+//! The memory that programs of the simulated world allocate. The limits of a program and the free memory of the GPU bound the
+//! allocation. The slices of a GPU together may have more memory than the GPU (overcommit).
 
 use super::kernel_limits::room_in_groups;
 use super::serving::{only_slice, size_of};
 use super::tenants::SliceKnownBy;
 use super::{Dice, World};
 
-/// The memory of each GPU in the world, in MiB.
 const GPU_MIB: u64 = 6 * 1024;
 
-/// The memory limits of a program on one GPU.
+/// The memory limits of a program on one GPU, in MiB.
 struct Place {
     gpu: String,
-    /// The limit that the server enforces, in MiB. None if the server enforces no limits on this GPU.
+    /// `None` if the server enforces no limits on this GPU.
     of_server: Option<u64>,
     /// The limit in the environment of the program, which is the limit of its slice.
     own: Option<u64>,
@@ -25,7 +24,6 @@ impl Place {
 }
 
 impl World {
-    /// A random program asks for more GPU memory.
     pub(crate) fn program_takes(&mut self, dice: &mut Dice) {
         let daemons: Vec<u32> = self.daemons.keys().copied().collect();
         let Some(daemon) = dice.pick(&daemons).copied() else { return };
@@ -44,7 +42,7 @@ impl World {
         self.budgets_hear_of_clients();
     }
 
-    /// The GPUs on which a client can have memory, and the memory that the client has on each of these GPUs.
+    /// Returns the memory limits of a client on each of its GPUs, and the memory in MiB that the client already has.
     fn places(&self, daemon: u32, client: u32) -> (Vec<Place>, u64) {
         let mps = self.daemons[&daemon].lock();
         let Some(client) = mps.clients.get(&client) else { return (Vec::new(), 0) };
@@ -65,7 +63,7 @@ impl World {
         (client.ordinals.iter().filter_map(place).collect(), client.program.mib)
     }
 
-    /// The most memory that a client can have on a GPU. `has` is the memory that the client already has.
+    /// Returns the most memory in MiB that a client can have on a GPU. `has` is the memory that the client already has.
     fn room(&self, place: &Place, client: u32, has: u64) -> u64 {
         let programs = self.programs_on(&place.gpu);
         let used: u64 = programs.iter().map(|program| program.mib).sum();
@@ -76,8 +74,8 @@ impl World {
         place.limit().min(left).min(of_groups)
     }
 
-    /// The promise a-published-limit-is-enforced: a program with the environment of a slice can have exactly the memory
-    /// of the slice, and no program of the slice has a lower limit.
+    /// Checks the promise `a-published-limit-is-enforced`: a program with the environment of a slice can have exactly the
+    /// memory of the slice, and no program of the slice has a lower limit.
     fn check_published_limits(&self, daemon: u32, places: &[Place]) {
         for order in &self.demand.orders {
             let is_its = self.living(&order.id).is_some_and(|(pid, _)| pid == daemon);

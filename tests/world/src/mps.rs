@@ -1,5 +1,5 @@
-//! One simulated MPS control daemon: its servers, their clients, and its log, with the behaviour that was recorded on
-//! hardware.
+//! One simulated MPS control daemon with its servers, their clients, and its log. The simulation follows recordings of real
+//! control daemons on hardware.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
@@ -15,83 +15,77 @@ use super::starting::Spawning;
 use super::story::Stage;
 use super::ways::Ways;
 
-/// The time from the start of a server until it is ready.
 const SERVER_COMES: Duration = Duration::from_millis(150);
 
 /// The most clients that one GPU of the world can have at a time.
 pub(crate) const CAPACITY: usize = 3;
 
-/// A GPU of the world on which MPS enforces no memory limits, and on which NVML lists no clients.
+/// A GPU older than Volta: MPS enforces no memory limits on it, and NVML lists none of its clients.
 pub(crate) const OLD_GPU: &str = "0c:00.0";
 
-/// The limits of an MPS server: the thread percentage, and the memory limit in MiB for each GPU by the ordinal of the
-/// GPU.
+/// The limits of a server: the thread percentage, and the memory limit in MiB of each GPU, by the position of the GPU in the
+/// control daemon's list.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Setting {
     pub percentage: u8,
     pub mib: [u64; 3],
 }
 
-/// The limits of a control daemon to which the service has given no limits.
+/// The limits of a control daemon to which the service has given no limits yet.
 pub(crate) const NO_LIMITS: Setting = Setting { percentage: 100, mib: [0; 3] };
 
-// The structure has a bool for each fact, and no enum, since none of the facts excludes another.
+// The structure has a bool for each fact, and no enum, since several of the facts can be true at once.
 #[allow(clippy::struct_excessive_bools)]
 #[derive(Debug)]
 pub struct SimServer {
     pub status: ServerStatus,
     pub setting: Setting,
-    /// True if the server's process has ended or is about to end.
+    /// True once the server's process has ended or is about to end.
     pub(crate) is_ending: bool,
     pub(crate) has_ended: bool,
-    /// True if the control daemon lists the server's clients. After a fatal GPU error the control daemon may list none
-    /// of the server's clients.
+    /// True if the control daemon lists the server's clients. After a fatal GPU error the control daemon may list none of them.
     pub(crate) lists: bool,
-    /// True while the server is stopped by SIGSTOP. It takes no client.
+    /// True while SIGSTOP has stopped the server. A stopped server takes no client.
     pub(crate) is_stopped: bool,
-    /// The number of the line in the control daemon's log that reports the server's fatal GPU error. None if no line of
-    /// the log reports a fatal GPU error of the server.
+    /// The index of the log line that reports the server's fatal GPU error. `None` if no line reports a fatal GPU error of the
+    /// server.
     pub(crate) fault_line: Option<usize>,
 }
 
-/// A client that was hit by a fatal GPU error: the PID of its server, the ordinal of the GPU, and the PID of the
-/// client.
+/// A client that a fatal GPU error has hit: the PID of its server, the ordinal of the GPU, and the PID of the client.
 pub(crate) type Hit = (u32, usize, u32);
 
-/// An event of a simulated control daemon that happens after some time.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) enum Later {
     Comes(u32),
-    /// The control daemon admits a client to these GPUs, after the client has connected.
+    /// The control daemon admits a client that has connected. The client uses the GPUs with these ordinals.
     IsAdmitted(BTreeSet<usize>),
-    /// A client ends, since it has lost its work before.
+    /// The process of a client ends after the client has lost its work.
     Leaves(ProcessId),
     StartFails(u32),
     Says(Meaning),
     IsWell(u32),
-    /// The process of the server with this PID ends.
     Ends(u32),
-    /// The control daemon notices that the server with this PID has ended.
+    /// The control daemon notices that the server with this PID has ended. The second value is the exit status.
     IsNoted(u32, i32),
 }
 
-/// A client whose work the service has ended, with the facts that decide if the service was right to end it.
+/// A client whose work the service has ended, with the facts that show if the service was allowed to end the work.
 #[derive(Debug)]
 pub(crate) struct Hurt {
     pub(crate) is_hit: bool,
     pub(crate) cause: Cause,
     /// True if an administrator has just asked for a change by force.
     pub(crate) is_forced: bool,
-    /// True if the administrator already has the answer that the change by force has failed.
+    /// True if the administrator has already got the answer that the change by force has failed.
     pub(crate) is_given_up: bool,
 }
 
-/// A simulated MPS control daemon, with its servers, its clients, its log and its troubles.
 // The structure has a bool for each trouble, and no enum, since a control daemon may have all troubles at once.
 #[allow(clippy::struct_excessive_bools)]
 pub struct Mps {
     pub(crate) pid: u32,
-    /// The PID after which the PIDs of the control daemon's child processes count up.
+    /// The PIDs of the control daemon's child processes count up from this PID.
     pub(crate) before_children: u32,
     pub(crate) gpus: Vec<String>,
     pub now: Duration,
@@ -100,67 +94,59 @@ pub struct Mps {
     pub(crate) is_alive: bool,
     pub(crate) listens_at: Duration,
     pub(crate) hangs_until: Duration,
-    /// True while the control daemon is stopped by SIGSTOP.
     pub(crate) is_stopped: bool,
     pub has_no_directory: bool,
     pub taken_by: Option<u32>,
     pub log_is_lost: bool,
-    /// True if lines of the log were lost, or skipped by the service: the log does not name all clients.
+    /// True if lines of the log were lost or the service has skipped lines. The service then can't know all clients from the
+    /// log.
     pub(crate) lines_are_missing: bool,
-    /// The moment before which no line comes to the control daemon's log. Lines of the log that come late still come in
-    /// their order.
+    /// The control daemon writes no line to its log before this time. Late lines still come in their order.
     lines_wait_until: Duration,
     pub starts_fail: bool,
-    /// The time from the start of a server until it is ready.
     pub server_comes_in: Duration,
     /// The GPUs of the host about which the service can't ask NVML.
     pub(crate) out_of_reach: BTreeSet<String>,
-    /// The GPUs of the host that have the compute mode which the service has set.
+    /// The GPUs of the host whose compute mode is the mode that this control daemon needs.
     pub with_our_mode: BTreeSet<String>,
     /// True if the driver does not report the status of servers.
     pub is_old: bool,
-    /// True if the control daemon ends when its start asks it to serve several users at the same time.
+    /// True if the control daemon ends at its start when the service asks it to serve several users at once.
     pub refuses_multiuser: bool,
-    /// True if the control daemon serves one user after the other.
     pub(crate) serves_one_user: bool,
-    /// True if the control daemon was asked to end and still has a client. The control daemon answers no program any more,
-    /// and the client works on to its end.
+    /// True if the service has asked the control daemon to end and the control daemon still has a client. The client works on
+    /// to its end, but the control daemon answers no program any more.
     pub(crate) quits_when_idle: bool,
-    /// True if a link of a slice's directory to the control daemon could not be changed when the service wanted
-    /// programs to wait.
+    /// True if the service wanted to make new programs wait, but could not change a slice's link to the control daemon.
     pub(crate) door_is_stuck: bool,
-    /// The directories of slices, with their links to control daemons. None if every client finds the control daemon
-    /// without a link.
+    /// The links in the directories of slices. `None` if every client finds the control daemon without a link.
     pub(crate) ways: Option<Ways>,
     pub(crate) disk_is_full: bool,
     pub defaults: Setting,
     pub servers: BTreeMap<u32, SimServer>,
     pub(crate) clients: BTreeMap<u32, SimClient>,
     pub(crate) log: Vec<Meaning>,
-    /// The number of lines of the log that the service has read, as the state file records it.
+    /// The number of log lines that the service has read, as the state file records it.
     pub(crate) read_until: usize,
     pub(crate) hits: BTreeSet<Hit>,
-    /// The processes of the clients that fatal GPU errors have hit, by PID.
     pub(crate) hit_processes: BTreeMap<u32, ProcessId>,
-    /// The hits by fatal GPU errors that a service has reported, and whose end the service has seen too.
+    /// The hits that a service has reported and whose fatal GPU error is over. No later service may report these hits again.
     pub(crate) over: BTreeSet<Hit>,
     later: Vec<(Duration, Later)>,
     pub(crate) came: u32,
-    /// The PID of a client that has left. The next client may get the PID of the client that has left.
+    /// The PID of a client that has ended. The next client may get this PID.
     pub(crate) free_pid: Option<u32>,
-    /// The number of fatal GPU errors that have happened at servers of the control daemon.
     pub(crate) faults: usize,
     pub(crate) hurt: Vec<Hurt>,
-    /// The targets of limits that another program has changed since the service last looked: the PID of a server, or
-    /// None for servers that start later.
+    /// The limits that another program has changed since the service last checked the limits. The entry is the PID of a server,
+    /// or `None` for the limits of servers that start later.
     pub(crate) foreign: BTreeSet<Option<u32>>,
-    /// The knowledge of the service that watches the control daemon.
     pub reader: Reader,
-    /// The request of a control daemon's start that the world has to carry out, since the code of the start itself
-    /// can't change the world.
+    /// The request of the code that starts this control daemon. The world carries out the request, since the starting code has
+    /// no access to the world.
     pub(crate) spawning: Option<Spawning>,
     pub(crate) can_not_spawn: bool,
-    /// The troubles and events that a story has for this control daemon, and the record of the service's acts.
+    /// The troubles and events that a story prepares for this control daemon, and the record of the service's acts.
     pub stage: Stage,
 }
 
@@ -214,7 +200,7 @@ impl Mps {
         }
     }
 
-    /// Another process of the same kind takes the place of this control daemon.
+    /// A new process with this PID replaces the control daemon's process, which has ended during its start.
     pub(crate) fn is_another(&mut self, pid: u32, now: Duration) {
         let next = Self::new(pid, Vec::new(), self.is_old, now);
         let (is_calm, refuses_multiuser) = (self.is_calm, self.refuses_multiuser);
@@ -230,12 +216,11 @@ impl Mps {
         self.is_stopped || self.hangs_until > self.now
     }
 
-    /// Returns true if the control daemon answers front ends.
     pub(crate) fn answers(&self) -> bool {
         !self.is_hung() && !self.quits_when_idle
     }
 
-    /// The PID of the process that listens in the control daemon's directory.
+    /// Returns the PID of the process that listens in the control daemon's directory.
     pub(crate) fn listener(&self) -> Option<u32> {
         if self.taken_by.is_some() {
             return self.taken_by;
@@ -243,17 +228,15 @@ impl Mps {
         (self.is_alive && self.now >= self.listens_at && !self.has_no_directory).then_some(self.pid)
     }
 
-    /// The moment of the next event of this control daemon.
     pub(crate) fn due(&self) -> Option<Duration> {
         self.later.iter().map(|(at, _)| *at).min()
     }
 
-    /// Programs that have connected to the control daemon end before the control daemon admits them.
+    /// Programs that have connected end before the control daemon admits them.
     pub(crate) fn newcomers_end(&mut self) {
         self.later.retain(|(_, what)| !matches!(what, Later::IsAdmitted(_)));
     }
 
-    /// Lets time pass until `now`, and lets all events of the control daemon happen that are due by `now`.
     pub(crate) fn advance(&mut self, now: Duration) {
         self.look_at_clients(false);
         while let Some(due) = self.due().filter(|due| *due <= now) {
@@ -315,7 +298,6 @@ impl Mps {
         self.gpus.get(ordinal).is_some_and(|gpu| gpu != OLD_GPU)
     }
 
-    /// A server writes to the log which memory limits the server enforces.
     pub(crate) fn say_memory(&mut self, server: u32, setting: Setting) {
         if self.goes_wrong(8) {
             self.lines_wait_until = self.now + Duration::from_millis(500);
@@ -332,7 +314,7 @@ impl Mps {
         self.before_children + self.came
     }
 
-    /// Starts a server, unless the control daemon has one. Returns the PID of the server.
+    /// Starts a server, unless the control daemon has a server. Returns the PID of the server.
     pub(crate) fn start_server(&mut self) -> u32 {
         if let Some(server) = self.servers.keys().next_back() {
             return *server;
@@ -392,7 +374,7 @@ impl Mps {
         self.ends_if_idle();
     }
 
-    /// The server with this PID ends regularly, or is killed. The clients of the server end with it.
+    /// The server with this PID ends, together with its clients. `is_killed` is false if the server ends regularly.
     pub(crate) fn end_server(&mut self, pid: u32, is_killed: bool, cause: Option<Cause>) {
         let Some(server) = self.servers.get_mut(&pid).filter(|one| !one.is_ending) else { return };
         server.is_ending = true;
@@ -422,10 +404,10 @@ impl Mps {
         });
     }
 
-    /// The control daemon ends, with all its servers. Without a cause the end is an accident.
+    /// The control daemon ends, with all its servers. `cause` is `None` if the end is an accident.
     ///
-    /// The links of the slices' directories are removed before an end by the service: otherwise a program that has just
-    /// connected would find no control daemon, and run without MPS.
+    /// Before the service ends a control daemon, it must remove the links of slices to the control daemon. Otherwise a program
+    /// that has just connected finds no control daemon, and runs without MPS.
     pub fn end(&mut self, cause: Option<Cause>) {
         let has_connected = |(_, what): &(Duration, Later)| matches!(what, Later::IsAdmitted(_));
         let is_reached = !self.is_hung() && self.listener() == Some(self.pid);
@@ -449,7 +431,7 @@ impl Mps {
         }
     }
 
-    /// Continues the control daemon and the servers in `servers`, if SIGSTOP has stopped them.
+    /// Lets the control daemon and the servers in `servers` run again if SIGSTOP has stopped them.
     pub(crate) fn go_on(&mut self, servers: &[u32]) {
         for server in servers {
             if let Some(server) = self.servers.get_mut(server) {
@@ -461,7 +443,7 @@ impl Mps {
         }
     }
 
-    /// Writes the late lines that name the clients which a fatal GPU error has hit to the log at once.
+    /// Writes late log lines already now: the lines that name the clients hit by a fatal GPU error.
     pub(crate) fn say_who_was_hit(&mut self) {
         let is_late = |what: &Later| matches!(what, Later::Says(Meaning::TornDown { .. }));
         let late = self.later.extract_if(.., |(_, what)| is_late(what)).map(|(_, what)| what);
@@ -470,7 +452,8 @@ impl Mps {
         }
     }
 
-    /// Another program changes the limits of a server, or, if `server` is None, of servers that start later.
+    /// Another program changes the limits of a server. If `server` is `None`, it changes the limits of servers that start
+    /// later.
     pub fn is_changed_by_others(&mut self, server: Option<u32>, percentage: u8, more_mib: u64) {
         let setting = match server.map(|pid| self.servers.get_mut(&pid)) {
             None => &mut self.defaults,
@@ -486,14 +469,13 @@ impl Mps {
         }
     }
 
-    /// Describes the first server whose limits differ from `setting`, or the defaults for later servers if these
-    /// differ. Without `with_foreign`, limits that another program has changed since the service last looked do not
-    /// count.
+    /// Describes the first difference between `setting` and the limits of a server, or of servers that start later. If
+    /// `with_foreign` is false, limits that another program has changed since the service last checked do not count.
     pub(crate) fn differing(&self, setting: Setting, with_foreign: bool) -> Option<String> {
         self.differing_in(|one| one, setting, with_foreign)
     }
 
-    /// Compares one part of the limits, as [`Mps::differing`] does for all.
+    /// Compares one part of the limits, as [`Mps::differing`] compares all limits.
     pub(crate) fn differing_in<P: PartialEq>(
         &self,
         part: impl Fn(Setting) -> P,

@@ -18,7 +18,6 @@ impl GpuShell for SimShell {
         if !mps.is_alive {
             return None;
         }
-        // Sometimes NVML fails to answer questions about one of the GPUs.
         let failing = if mps.goes_wrong(30) { mps.dice.pick(gpus).cloned() } else { None };
         let unlisted = if mps.goes_wrong(30) { mps.dice.pick(gpus).cloned() } else { None };
         let look = |gpu: &String| {
@@ -82,8 +81,7 @@ impl GpuShell for SimShell {
         client.or_else(|| mps.servers.contains_key(&pid).then_some(as_old_as_its_pid(pid)))
     }
 
-    /// The promise ours-are-no-strangers: the service reports none of its own servers and clients as a program that
-    /// bypasses MPS.
+    /// Checks the promise `ours-are-no-strangers`: the service reports none of its own servers and clients as a bypass.
     fn bypasses_are(&mut self, gpu: &String, bypasses: &BTreeSet<ProcessId>) {
         let stage = &mut self.lock().stage;
         let is_others =
@@ -122,7 +120,7 @@ impl GpuShell for SimShell {
     }
 }
 
-/// The identity of a simulated process, with a start time that is made from its PID.
+/// Makes up a start time for the process from its PID.
 fn as_old_as_its_pid(pid: u32) -> ProcessId {
     ProcessId { pid, start_time: u64::from(pid) }
 }

@@ -14,24 +14,22 @@ use super::enforcing::{Facts, SimEnforcement, SimHeld};
 use super::mps::Mps;
 use super::story::{SERVER, Story};
 
-/// The ordinal of the slice that exceeds its budget in each story.
 pub const SLICE: u32 = 1;
 
-/// The budget of the slice: two clients of any memory.
+/// The budget allows two clients. Its memory is so large that only the number of clients can exceed the budget.
 const BUDGET: SliceSize = SliceSize { memory_mib: 100_000, thread_percentage: 50, max_clients: 2 };
 
-/// A slice with clients. The slice's budget allows two clients.
 pub struct Overuse {
     story: Story,
     shell: SimEnforcement,
     enforcer: Enforcer<SimHeld>,
-    /// The clients of the slice that the service has found when it last looked.
+    /// The clients of the slice when the service last listed them.
     members: Vec<Program>,
     pub looked_at: Duration,
 }
 
 impl Mps {
-    /// A client comes to the slice, or a client of the slice starts its work over with another connection.
+    /// A client comes to the slice, or the client with this PID starts its work again with another connection.
     pub fn member(&mut self, pid: u32, start_time: u64, connection: u64) {
         self.clients.remove(&pid);
         self.client(pid, SERVER, "A");
@@ -46,15 +44,14 @@ impl Mps {
         };
     }
 
-    /// A debugger stops the client with this PID.
     pub fn is_held(&mut self, pid: u32) {
         self.clients.get_mut(&pid).unwrap().program.is_held = true;
     }
 }
 
 impl Overuse {
-    /// A slice with this number of clients. The clients have the PIDs 1, 2 and so on, and the client with the highest
-    /// PID is the newest.
+    /// A slice with this number of clients. The clients have the PIDs 1, 2 and so on, and the client with the highest PID is
+    /// the newest.
     pub fn with_clients(clients: u32) -> Self {
         let story = Story::with_gpus(&["A"]);
         story.host().server_comes(SERVER);
@@ -81,7 +78,6 @@ impl Overuse {
         self.story.host()
     }
 
-    /// The service looks at the clients of the slice.
     pub fn list_members(&mut self) {
         let (host, now) = (self.story.host(), self.facts().now);
         self.members = host.clients.values().map(|client| client.program.clone()).collect();
@@ -89,13 +85,12 @@ impl Overuse {
         self.looked_at = now;
     }
 
-    /// Lets this time pass.
     pub fn pass(&mut self, time: Duration) {
         self.facts().now += time;
     }
 
-    /// The service makes one attempt to end clients of the slice. Returns the PIDs of the clients that the service has
-    /// asked a control daemon to end, the clients that it has tried to end, and the reason why the attempt was broken off.
+    /// The service makes one attempt to end clients of the slice. Returns the PIDs that the service has asked a control daemon
+    /// to end, the clients that it has tried to end, and the reason why it has broken off the attempt.
     pub fn attempt(&mut self) -> (Vec<u32>, Vec<Victim>, Option<String>) {
         self.facts().are_seen(&self.members, self.looked_at);
         let over = || {

@@ -1,5 +1,4 @@
-//! All facts that a service knows, publishes and reports about one control daemon that the service watches. The
-//! service's knowledge about a control daemon is lost when the service ends.
+//! The facts that a service knows, publishes and reports about one control daemon. The facts are lost when the service ends.
 
 use std::collections::{BTreeSet, VecDeque};
 use std::fmt;
@@ -12,24 +11,22 @@ use mps_core::view::{ControlDaemonState, DaemonView};
 use super::mps::{Hit, Mps};
 use super::register::SimRegister;
 
-/// The time after which a caller of the service gets the error that the service has not answered.
+/// After this time a caller of the service gets the error that the service has not answered.
 pub(crate) const PATIENCE: Duration = Duration::from_secs(60);
 
-/// The most questions and waits that the service's act may make at one moment of the world, without an event from
-/// outside.
+/// The most questions and waits that an act may make while the world's clock stands still. More of them mean an endless loop.
 const MOST_IN_A_MOMENT: usize = 400;
 
-/// The reason why the running act of the service waits.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub(crate) enum Waits {
     #[default]
     Nothing,
-    /// The service's act waits for its turn in the world, since this moment.
+    /// The act waits for its turn in the world, since this time.
     Turn(Duration),
-    /// The service's act waits until this moment.
+    /// The act waits until this time.
     Until(Duration),
-    /// The service's act waits for any event of the control daemon, at most until the moment `until`. `takes_requests`
-    /// is true if an administrator's request also ends the wait.
+    /// The act waits for any event of the control daemon, at most until the time `until`. If `takes_requests` is true, an
+    /// administrator's request ends the wait, too.
     Event { until: Duration, takes_requests: bool },
 }
 
@@ -62,19 +59,19 @@ impl Shown {
 
 #[derive(Debug, Default)]
 pub struct Reader {
-    /// The number of lines of the log that the service has read.
+    /// The number of log lines that this service has read.
     pub(crate) position: usize,
-    /// The number of lines of the control daemon's log that an earlier service has already reported.
+    /// An earlier service has reported the log lines before this index. This service reads these lines again, but does not
+    /// report them again.
     pub(crate) quiet_until: usize,
-    /// The servers whose end the service waits for, by their PIDs.
+    /// The PIDs of the servers whose end the service waits for.
     pub(crate) watched: BTreeSet<u32>,
     pub(crate) ended: VecDeque<u32>,
-    /// The requests of administrators that the service has not taken yet, each with the moment of the request.
+    /// The requests of administrators that the service has not taken yet, each with its time.
     pub(crate) requests: VecDeque<(Duration, Requested)>,
-    /// The moment at which an administrator made the request that the service is carrying out. None if the service
-    /// carries out no request.
+    /// The time of the request that the service is carrying out. `None` if the service carries out no request.
     pub(crate) asked_at: Option<Duration>,
-    /// The moment at which the service has decided to end the control daemon together with its clients.
+    /// The time at which the service decided to end the control daemon together with its clients.
     pub(crate) end_begun: Duration,
     /// True if the last request that the service has taken was to make a change by force.
     pub(crate) is_forced: bool,
@@ -84,30 +81,27 @@ pub struct Reader {
     pub(crate) news: usize,
     /// The messages that the service has logged.
     pub words: Vec<String>,
-    /// The clients that the service has reported as hit by a fatal GPU error: the PID of the server, the ordinal of the
-    /// GPU, and the PIDs of the clients.
+    /// The clients that the service has reported as hit by a fatal GPU error: the PID of the server, the ordinal of the GPU,
+    /// and the PIDs of the clients.
     pub hit: Vec<(u32, usize, Vec<u32>)>,
-    /// The register of the service, with the clients of this control daemon.
     pub(crate) clients: SimRegister,
-    /// The clients that the log has named as hit by a fatal GPU error since this service has begun, and in the next
-    /// field the clients that the service has reported.
+    /// `read` has the clients that the log has named as hit by a fatal GPU error since this service began. `told` has the hit
+    /// clients that this service has reported.
     pub(crate) read: BTreeSet<Hit>,
     pub(crate) told: BTreeSet<Hit>,
-    /// The clients that the service has reported as hit, and whose fatal GPU error the service publishes as over.
+    /// The reported hits whose fatal GPU error is over, as the service publishes.
     over: BTreeSet<Hit>,
-    /// The clients that the service had reported as hit when it last wrote the state file.
+    /// The hits that the service had reported when it last wrote the state file.
     written: BTreeSet<Hit>,
-    /// True if the disk was full at some time since the service has reported hit clients, so that the service could not
-    /// write the state file.
+    /// True if the disk was full at any time since the service's last report of hit clients. In this case the state file may
+    /// lack the report.
     pub(crate) disk_was_full: bool,
-    /// The questions that the service has asked the control daemon.
     pub(crate) questions: Vec<&'static str>,
-    /// The number of questions and waits of the running act at the present moment of the world.
+    /// The number of questions and waits of the running act at the time `moment`.
     pub(crate) in_a_moment: usize,
     pub(crate) moment: Duration,
-    /// The moments at which the service's running act has started servers.
     pub(crate) starts: Vec<Duration>,
-    /// The steps of changes of compute modes that the world has to carry out, each with its GPU.
+    /// The steps of changes of compute modes that the running act has asked for, each with its GPU. The world carries them out.
     pub(crate) mode_steps: Vec<(String, usize)>,
 }
 
@@ -122,7 +116,6 @@ impl Reader {
 }
 
 impl Mps {
-    /// True if the running act about the control daemon can go on now.
     pub(crate) fn is_awake(&self) -> bool {
         match self.reader.waits {
             Waits::Nothing | Waits::Turn(_) => true,
@@ -137,7 +130,7 @@ impl Mps {
         }
     }
 
-    /// The promise who-was-hit-is-told: the service reports each client that a fatal GPU error has hit once, and no
+    /// Checks the promise `who-was-hit-is-told`: the service reports each client that a fatal GPU error has hit once, and no
     /// other client.
     pub(crate) fn tell_hit(&mut self, server: u32, ordinal: usize, clients: &[u32]) {
         self.reader.disk_was_full = self.disk_is_full;
@@ -156,7 +149,6 @@ impl Mps {
         self.reader.words.push(format!("{kind}{text}"));
     }
 
-    /// The moment until which the running act about the control daemon waits.
     pub(crate) fn waits_until(&self) -> Option<Duration> {
         match self.reader.waits {
             Waits::Until(at) | Waits::Event { until: at, .. } => Some(at),
@@ -173,8 +165,8 @@ impl Mps {
         self.reader.asked_at.is_some_and(|asked| self.now < asked + PATIENCE)
     }
 
-    /// The service writes the state file, if the disk is not full. The next service does not report clients that were
-    /// hit before the state file was written, so this service must have reported all hit clients.
+    /// The service writes the state file, unless the disk is full. The next service reports no hit from before the state file
+    /// was written, so this service must have reported all hits.
     pub(crate) fn keep_state_file(&mut self) {
         let untold = self.reader.read.difference(&self.reader.told).next();
         assert!(
@@ -187,8 +179,8 @@ impl Mps {
         }
     }
 
-    /// The service publishes that a fatal GPU error of the control daemon is over. If the service could write the state
-    /// file, the next service does not report the clients of the ended fatal GPU error again.
+    /// The service publishes that a fatal GPU error is over. If the state file could be written, the next service must not
+    /// report the hit clients again.
     pub(crate) fn fault_is_over(&mut self) {
         let new = &self.reader.told - &self.reader.over;
         let can_be_written = !self.reader.disk_was_full;
@@ -196,8 +188,8 @@ impl Mps {
         self.reader.over.extend(new);
     }
 
-    /// The promise nothing-spins: an act of the service makes a limited number of questions and waits at one moment of
-    /// the world.
+    /// Checks the promise `nothing-spins`: an act makes a limited number of questions and waits while the world's clock stands
+    /// still.
     pub(crate) fn count_step(&mut self) {
         let reader = &mut self.reader;
         if reader.moment != self.now {
@@ -208,7 +200,7 @@ impl Mps {
         assert!(steps < MOST_IN_A_MOMENT, "nothing-spins: {} is asked {steps} times in a moment", self.pid);
     }
 
-    /// The promise nothing-spins: the service makes a pause between two starts of servers that fail.
+    /// Checks the promise `nothing-spins`: the service does not start 8 servers within 3 s if the servers fail.
     pub(crate) fn count_start(&mut self) {
         let starts = &mut self.reader.starts;
         starts.push(self.now);

@@ -1,5 +1,5 @@
-//! The service's register of clients, which the service fills from control daemons' logs and from its looks at clients,
-//! and the checks of the register.
+//! The service's register of clients, and the checks of the register. The service fills the register from the logs of control
+//! daemons and from the processes of clients.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -12,17 +12,15 @@ use super::tenants::SliceKnownBy;
 
 const DAEMON: DaemonId = DaemonId::Shared;
 
-/// The service's register of one control daemon's clients, and the facts with which the world compares the register.
 #[derive(Debug, Default)]
 pub(crate) struct SimRegister {
     register: Register,
-    /// The description of each process that the service has looked at. Once the service has looked at a process, the
-    /// service must always use this description of the process.
+    /// The description of each process that the service has examined. All later messages about the process must use this
+    /// description.
     seen: BTreeMap<ProcessId, String>,
 }
 
 impl Mps {
-    /// The service enters a line of the control daemon's log in the register of clients.
     pub(crate) fn note_line(&mut self, meaning: &Meaning) {
         let running = |pid: &u32| self.clients.get(pid).map(|client| client.program.process);
         let (now, register) = (self.now, &mut self.reader.clients.register);
@@ -36,13 +34,12 @@ impl Mps {
         if let Meaning::ClientAdmitted(pid) = meaning
             && register.get(*pid).is_none()
         {
-            // The client had ended before the service read the first line of the log about it, so the service can't
-            // distinguish the client from an earlier process with the same PID.
+            // The client ended before the service read the first log line about it. So the service can't tell the client from
+            // an earlier process with the same PID.
             self.reader.clients.seen.retain(|process, _| process.pid != *pid);
         }
     }
 
-    /// The service enters the control daemon's list of its clients in the register of clients.
     pub(crate) fn are_listed(&mut self, listed: BTreeMap<u32, BTreeSet<String>>) {
         let running = listed
             .into_iter()
@@ -55,8 +52,8 @@ impl Mps {
         self.reader.clients.register.has_clients(&DAEMON)
     }
 
-    /// The promise everybody-is-known: after a time without events the register has exactly the clients of the control
-    /// daemon, also clients whose lines of the log were lost.
+    /// Checks the promise `everybody-is-known`: after a time without events the register has exactly the clients of the control
+    /// daemon, even clients whose log lines were lost.
     pub(crate) fn check_all_clients_are_known(&self) {
         let known: BTreeSet<ProcessId> =
             self.reader.clients.register.served().into_iter().map(|(_, process, _)| process).collect();
@@ -64,7 +61,7 @@ impl Mps {
         assert_eq!(known, there, "everybody-is-known: the clients of {} in the register", self.pid);
     }
 
-    /// The service looks at the processes of the clients that it does not know, or with `anew` of all clients.
+    /// The service examines the processes of the clients that it does not know. If `anew` is true, it examines all clients.
     pub(crate) fn look_at_clients(&mut self, anew: bool) {
         let now = self.now;
         if anew {
@@ -94,8 +91,8 @@ impl Mps {
             let clients = &mut self.reader.clients;
             clients.register.first_answer(known.clone());
             let words = format!("PID {} of user user{uid}", process.pid);
-            // The service can't read the memory of a program that a debugger holds, and so does not know the program's
-            // environment.
+            // The environment of a program is in its memory, which the service can't read while a debugger has stopped the
+            // program.
             let is_held_up = tenant.is_held && evidence.asks_environment();
             let slices = evidence.slices(&claim, |_| false);
             let slice = if slices.is_some() { format!(", slice {slice}") } else { String::new() };
@@ -109,8 +106,8 @@ impl Mps {
         }
     }
 
-    /// The promise everybody-is-known: each message about a client names the tenant and the slice that were seen while
-    /// the client's process ran, and never the tenant or slice of another process with the same PID.
+    /// Checks the promise `everybody-is-known`: each message about a client names the tenant and the slice that the service
+    /// found while the client's process ran. It never names those of another process with the same PID.
     pub(crate) fn check_everybody_is_known(&self, pid: u32) {
         let SimRegister { register, seen } = &self.reader.clients;
         let Some(process) = self.hit_processes.get(&pid).filter(|_| !self.lines_are_missing) else { return };

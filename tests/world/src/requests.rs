@@ -1,5 +1,4 @@
-//! The beginning, the steps and the end of requests to end GPU work in the world, and the checks of the answers to the
-//! requests.
+//! The beginning, the steps and the end of requests to end GPU work in the world, and the checks of the answers.
 
 use std::collections::BTreeSet;
 use std::future::poll_fn;
@@ -15,7 +14,6 @@ use super::ending::{Answer, Reached, RequestState, SimEnding, SimOwner, SimProce
 use super::reader::Waits;
 use super::{Dice, World};
 
-/// Carries out a request to end GPU work as the service does.
 pub(crate) async fn carry_out(target: Target, mut shell: SimEnding) -> Answer {
     let mut termination = Termination::new(target);
     let clock = shell.clone();
@@ -32,7 +30,6 @@ pub(crate) async fn carry_out(target: Target, mut shell: SimEnding) -> Answer {
     (termination.had_work(), result)
 }
 
-/// A request to end GPU work that the service is carrying out.
 pub(crate) struct SimRequest {
     state: Arc<Mutex<RequestState>>,
     future: Pin<Box<dyn Future<Output = Answer>>>,
@@ -44,7 +41,7 @@ impl SimRequest {
         (state.now, state.steps) = (now, 0);
     }
 
-    /// The moment at which the request to end GPU work goes on even without an event.
+    /// The time at which the request goes on even if no event happens.
     pub(crate) fn due(&self) -> Option<Duration> {
         let state = self.state.lock().unwrap();
         match state.waits {
@@ -109,7 +106,6 @@ impl World {
         self.carry_on_request(place);
     }
 
-    /// The indices of the requests to end GPU work that can go on at this moment.
     pub(crate) fn requests_that_come_on(&self) -> Vec<usize> {
         let requests = self.service.iter().flat_map(|service| service.requests.iter().enumerate());
         requests.filter(|(_, request)| request.comes_on()).map(|(place, _)| place).collect()
@@ -127,8 +123,8 @@ impl World {
         self.bury();
     }
 
-    /// The promise a-request-tells-the-truth: once a request to end GPU work has succeeded, no client that it means is
-    /// at work. Otherwise the answer names the clients that may still be at work.
+    /// Checks the promise `a-request-tells-the-truth`: after a request has succeeded, none of the clients that the request
+    /// means is at work. Otherwise the answer names the clients that may still be at work.
     fn check_answer(
         &self,
         request: &RequestState,
@@ -171,9 +167,8 @@ impl World {
         })
     }
 
-    /// Checks an answer that names clients which may still be at work: the answer names each client that the request
-    /// has found and that is still at work, and says that a client was not harmed only if the control daemon has
-    /// answered so.
+    /// Checks an answer that names clients which may still be at work. The answer must name each client that the request has
+    /// found and that is still at work. The answer may call a client unharmed only if the control daemon has said so.
     fn check_left(&self, request: &RequestState, left: &[LeftClient<SimOwner>]) {
         let target = &request.target;
         for found in request.found.iter().filter(|one| self.is_at_work(**one)) {
@@ -184,8 +179,8 @@ impl World {
             );
         }
         for lost in &request.lost {
-            // Only the PIDs are compared: another process may have got the client's PID just before the request asked
-            // the control daemon to end the client's work.
+            // The check compares only the PIDs: another process may have got the client's PID just before the request asked the
+            // control daemon to end the client's work.
             let is_open =
                 |one: &LeftClient<SimOwner>| one.pid == lost.pid && one.why == WhyLeft::MayHaveEnded;
             assert!(

@@ -1,5 +1,5 @@
-//! Scripts: histories of a few acts of users and a few accidents, each with the time that it needs. The world of a
-//! script has no other troubles, so that a simulated host can repeat the script and must have the same result.
+//! Scripts: short histories of acts of users and accidents. Nothing else goes wrong in the world of a script. So a test can
+//! repeat the script on a simulated host, and must have the same result.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
@@ -17,27 +17,28 @@ use super::serving::percentage_of;
 use super::ways::all_slices;
 use super::{Dice, Ending, GpuState, Mode, Mood, World};
 
-/// The GPUs of scripts. None of these GPUs is older than Volta, since servers on older GPUs serve one user each.
+/// No GPU of a script is older than Volta, since a server on an older GPU serves only one user.
 const GPUS: [&str; 3] = ["A", "B", "D"];
 
 /// The number of scripts that a test tries on a simulated host, and the number of steps of each script.
 pub const SCRIPTS: u64 = 24;
 pub const DEEDS: u64 = 10;
 
-/// The time that passes after each step of a script. Within this pause the grace period after a fatal GPU error ends,
-/// and the service makes its health checks.
+/// The time that passes after each step of a script. The grace period after a fatal GPU error and the service's health checks
+/// fit into this time.
 const PAUSE: Duration = Duration::from_secs(60);
 
-/// The most clients that a script puts on a GPU before another client comes and causes an error.
+/// A script puts at most this many clients on a GPU, so that one more client finds a place there and can cause a fatal GPU
+/// error.
 const CLIENTS: usize = 2;
 
-/// The payloads of orders. The payloads mean different limits.
+/// The payloads of orders. Each payload stands for different limits.
 const PAYLOADS: [u32; 3] = [0, 15, 40];
 
-/// The number of a client in a script: the first client that comes has the number 0.
+/// The number of a client in a script. The clients have the numbers 0, 1 and so on, in the order in which they come.
 pub type ClientNumber = usize;
 
-/// A deed: one step of a script, which is an act of a user or an accident.
+/// One step of a script: an act of a user or an accident.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Deed {
     Reload {
@@ -46,21 +47,21 @@ pub enum Deed {
         thread_percentage: u8,
     },
     Disable,
-    /// A client comes through the first slice of its GPU. If a fatal GPU error hits the client, the client stays or
-    /// ends.
+    /// A client comes through the first slice of its GPU. If a fatal GPU error hits the client, the client ends, unless `stays`
+    /// is true.
     Comes {
         client: ClientNumber,
         gpu: &'static str,
         stays: bool,
     },
     Leaves(ClientNumber),
-    /// A client comes to a GPU, and causes a fatal GPU error there. The fatal GPU error may end the control daemon.
+    /// A client comes to a GPU and causes a fatal GPU error there. The error may end the control daemon.
     Fault {
         client: ClientNumber,
         gpu: &'static str,
         ends_control_daemon: bool,
     },
-    /// An administrator makes the service apply by force the changes that wait for clients to end.
+    /// An administrator makes the service carry out by force the changes that wait for the end of clients.
     Force,
     KillServer {
         id: String,
@@ -68,7 +69,6 @@ pub enum Deed {
     KillControlDaemon {
         id: String,
     },
-    /// An administrator drains a slice, or puts it into use again.
     Drain {
         slice: String,
         is_drained: bool,
@@ -78,29 +78,26 @@ pub enum Deed {
     StopService,
 }
 
-/// A control daemon that runs on the host.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct SeenDaemon {
     pub gpus: Vec<&'static str>,
-    /// The state of the control daemon and the number of its servers, as the service publishes them. None: no service
-    /// runs.
+    /// The state of the control daemon and the number of its servers, as the service publishes them. `None` if no service runs.
     pub published: Option<(String, usize)>,
 }
 
 /// The facts that a test can see of a simulated host, or of the world, when no more events happen.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct Seen {
-    /// The control daemons that run on the host, by their ids.
     pub daemons: BTreeMap<String, SeenDaemon>,
     /// The GPUs that the service publishes as served, each with the thread percentage in force.
     pub served: BTreeMap<&'static str, u8>,
-    /// The slices whose directory has a link to a running control daemon, each with the id of that control daemon.
+    /// The slices whose directory has a link to a running control daemon, each with the id of the control daemon.
     pub ways: BTreeMap<String, String>,
-    /// The clients that run, each with its GPU, even if a fatal GPU error has ended their work.
+    /// The clients whose processes run, each with its GPU. A client that has lost its work to a fatal GPU error counts, too.
     pub clients: BTreeMap<ClientNumber, &'static str>,
     /// The clients that the service has ever reported as hit by a fatal GPU error.
     pub told: BTreeSet<ClientNumber>,
-    /// The GPUs that have the service's compute mode.
+    /// The GPUs in the compute mode that the service sets.
     pub with_our_mode: BTreeSet<&'static str>,
 }
 
@@ -116,33 +113,28 @@ impl fmt::Display for Seen {
     }
 }
 
-/// The name in `GPUS` that is equal to this name of a GPU.
 pub fn gpu(name: &str) -> &'static str {
     GPUS.into_iter().find(|gpu| *gpu == name).unwrap()
 }
 
-/// A client that has come to a GPU in a script.
 struct Attendant {
     pid: u32,
     gpu: &'static str,
     stays: bool,
 }
 
-/// A simulated world in which users and administrators make one step of a script at a time.
 pub struct Script {
     world: World,
-    /// The random choices of the script's steps.
     dice: Dice,
-    /// The random choices of the part of the world that goes on first.
+    /// The random choices of the part of the world that goes on next.
     turns: Dice,
     /// True if the script has clients, fatal GPU errors, and directories of slices.
     has_servers: bool,
-    /// The number of steps of the script that the world has played.
     played: usize,
     clients: BTreeMap<ClientNumber, Attendant>,
-    /// The number of clients that have come in the script.
+    /// The number of the next client that comes.
     came: ClientNumber,
-    /// The numbers of all clients that have ever come in the script, by their PIDs.
+    /// The numbers of all clients by their PIDs, even of clients that have ended.
     numbers: BTreeMap<u32, ClientNumber>,
     told: BTreeSet<ClientNumber>,
 }
@@ -171,8 +163,8 @@ impl Script {
         self.world.story()
     }
 
-    /// Chooses the next step of the script among the steps that are possible now. The first step of a script starts the
-    /// service with a configuration.
+    /// Chooses the next step among the steps that are possible now. The first two steps make a configuration and start the
+    /// service.
     pub fn choose(&mut self) -> Deed {
         match self.played {
             0 => return reload(&mut self.dice),
@@ -204,8 +196,7 @@ impl Script {
             },
             16..19 => self.any_force()?,
             19 | 20 => {
-                // The commands of the service that drain a slice accept only names of slices whose GPUs are in the
-                // configuration.
+                // The service refuses to drain a slice of a GPU that the configuration does not name.
                 let gpus = self.world.demand.orders.iter().flat_map(|order| &order.gpus).cloned();
                 let slices: Vec<String> =
                     all_slices(&gpus.collect::<Vec<_>>()).map(|(slice, _)| slice).collect();
@@ -219,7 +210,6 @@ impl Script {
         })
     }
 
-    /// Chooses a GPU on which a control daemon takes a client now.
     fn any_open_gpu(&mut self) -> Option<&'static str> {
         let mut gpus = GPUS.to_vec();
         gpus.retain(|gpu| self.takes_a_client(gpu).is_some());
@@ -231,7 +221,7 @@ impl Script {
         self.world.daemons.values().any(|one| waits(&one.lock())).then_some(Deed::Force)
     }
 
-    /// The PID of the control daemon that would take a new client of this GPU now.
+    /// Returns the PID of the control daemon that would take a new client of this GPU now.
     fn takes_a_client(&self, gpu: &str) -> Option<u32> {
         let there = self.clients.values().filter(|one| one.gpu == gpu).count();
         if !self.has_servers || there >= CLIENTS {
@@ -241,7 +231,6 @@ impl Script {
         has_well_server(&self.world.daemons.get(&pid)?.lock()).then_some(pid)
     }
 
-    /// Chooses a control daemon that runs and that `is_one` accepts. Returns its id.
     fn any_daemon(&mut self, is_one: fn(&Mps) -> bool) -> Option<String> {
         let ids = self.world.state_file.daemons.keys();
         let living = ids.filter(|id| self.world.living(id).is_some_and(|(_, one)| is_one(&one.lock())));
@@ -249,11 +238,10 @@ impl Script {
         self.dice.pick(&living).cloned()
     }
 
-    /// Plays a step of the script, and lets the world go on until no more events happen.
     pub fn play(&mut self, deed: &Deed) {
         self.world.add_to_story(|| format!("--- {deed:?}"));
-        // When a control daemon ends, the world forgets it together with the service's reports about it. So this
-        // function keeps the control daemons that run before the step.
+        // When a control daemon ends, the world forgets the service's reports about the control daemon, too. So this function
+        // remembers the control daemons that run before the step.
         let before: Vec<Arc<Mutex<Mps>>> =
             self.world.daemons.values().map(|one| Arc::clone(&one.mps)).collect();
         self.played += 1;
@@ -324,8 +312,8 @@ impl Script {
         self.world.bury();
     }
 
-    /// A client causes a fatal GPU error, and the clients that the error has hit end, except for the clients that stay
-    /// after an error.
+    /// A client causes a fatal GPU error. The clients that the error has hit end, except for the clients that stay after an
+    /// error.
     fn fault(&mut self, client: ClientNumber, gpu: &'static str, ends_control_daemon: bool) {
         let culprit = self.comes(client, gpu, false);
         let pid = self.world.leads_to(&format!("{gpu}-0")).unwrap();
@@ -346,12 +334,11 @@ impl Script {
         self.world.bury();
     }
 
-    /// Lets the world go on until the pause after a step of the script is over.
     fn wait(&mut self) {
         let until = self.world.now + PAUSE;
         while self.world.now < until {
-            // On the simulated host the control daemons can report the status of servers, so the control daemons of this
-            // world must, too.
+            // On the simulated host every control daemon can report the status of its servers, so the same must hold in this
+            // world.
             for mps in self.world.service.iter().flat_map(|service| service.starting.values()) {
                 mps.lock().unwrap().is_old = false;
             }
@@ -364,7 +351,6 @@ impl Script {
         }
     }
 
-    /// The facts that a test can see of the world now.
     pub fn seen(&self) -> Seen {
         let mut seen = self.world.seen();
         seen.clients = self.clients.iter().map(|(client, one)| (*client, one.gpu)).collect();
@@ -381,7 +367,6 @@ fn has_well_server(mps: &Mps) -> bool {
     !mps.servers.is_empty() && mps.servers.values().all(|server| server.status == ServerStatus::Active)
 }
 
-/// Makes up a step of a script: a reload of a configuration that names one GPU or more.
 fn reload(dice: &mut Dice) -> Deed {
     let set = 1 + dice.below(7);
     let gpus = GPUS.into_iter().enumerate().filter(|(place, _)| set >> place & 1 == 1);
@@ -437,8 +422,7 @@ impl World {
         seen
     }
 
-    /// The GPUs of an order that the service publishes as served by this control daemon, each with the thread
-    /// percentage in force.
+    /// Returns the GPUs that the service publishes as served by this control daemon, each with the thread percentage in force.
     fn served_by(&self, id: &DaemonId, mps: &Mps) -> Vec<(&'static str, u8)> {
         let order = self.service.as_ref().and_then(|service| service.core.order(id));
         let view = &mps.reader.shown.view;

@@ -1,5 +1,5 @@
-//! The service's acts about a running control daemon, in the simulated world. Each act is the service's real code, runs
-//! in the world, and goes on by one turn at a time.
+//! The service's acts about running control daemons in the simulated world. Each act is the service's real code, as a future
+//! that the world polls once for each turn.
 
 use std::cell::RefCell;
 use std::collections::BTreeMap;
@@ -21,7 +21,6 @@ use super::reader::{Reader, Waits};
 use super::requests::SimRequest;
 use super::{ControlDaemon, Dice, Mode, Task, World};
 
-/// A control daemon whose process a supervisor of the service watches.
 pub(crate) struct Watched {
     pub(crate) mps: Arc<Mutex<Mps>>,
     known: Rc<RefCell<Known>>,
@@ -37,8 +36,8 @@ impl fmt::Debug for Watched {
 }
 
 impl Watched {
-    /// Takes note that the control daemon has ended. The service first reports the clients that a fatal GPU error has
-    /// hit, if it has not reported them yet.
+    /// The control daemon has ended. The service now reports the clients that a fatal GPU error has hit, unless it has already
+    /// reported them.
     pub(crate) fn end(self) {
         let hit = self.known.borrow_mut().take_hit();
         if let Some((server, hit)) = hit {
@@ -55,8 +54,7 @@ impl Watched {
     }
 }
 
-/// A running act about a control daemon. The act returns its outcome, true if the control daemon has ended, and the reason why
-/// the control daemon does not serve, or who uses it.
+/// A running act about a control daemon. The result is the outcome, and true if the control daemon has ended.
 pub(crate) type RunningAct =
     Pin<Box<dyn Future<Output = (ActOutcome, bool, Option<Result<Judged, Failure>>)>>>;
 
@@ -73,30 +71,29 @@ impl fmt::Debug for ControlDaemon {
     }
 }
 
-/// The thread percentage that an order with this payload gives to a control daemon.
 pub(crate) fn percentage_of(payload: u32) -> u8 {
     u8::try_from(10 + payload % 80).unwrap()
 }
 
 const LARGEST: u32 = 1;
 
-/// The memory of a slice by an order with this payload, in MiB. With some payloads the slices of a GPU differ in
+/// Returns the memory of a slice in MiB under an order with this payload. If the payload is odd, the slices of a GPU differ in
 /// size.
 pub(crate) fn size_of(payload: u32, slice: u32) -> u64 {
     1024 * u64::from(1 + payload % 7) - 256 * u64::from((LARGEST - slice) * (payload % 2))
 }
 
-/// The ordinal of the only slice of a control daemon. None if the control daemon serves whole GPUs.
+/// Returns the ordinal of the slice if the control daemon serves a single slice. `None` if the control daemon serves whole
+/// GPUs.
 pub(crate) fn only_slice(id: &DaemonId) -> Option<u32> {
     Some(id.only_slice()?.ordinal)
 }
 
-/// The memory limit in MiB that a control daemon has to have for an order: the memory of its largest slice.
+/// Returns the memory limit in MiB that an order gives to a control daemon: the memory of the largest slice.
 fn mib_of(order: &Order<u32>) -> u64 {
     size_of(order.payload, only_slice(&order.id).unwrap_or(LARGEST))
 }
 
-/// The limits that a control daemon with these GPUs has to have for an order.
 pub(crate) fn setting_of(order: &Order<u32>, gpus: &[String]) -> Setting {
     let mut setting = Setting { percentage: percentage_of(order.payload), mib: [0; 3] };
     for (mib, gpu) in setting.mib.iter_mut().zip(gpus) {
@@ -107,7 +104,7 @@ pub(crate) fn setting_of(order: &Order<u32>, gpus: &[String]) -> Setting {
     setting
 }
 
-/// The compute mode that a control daemon with this tenure needs on its GPUs.
+/// Several control daemons can take turns on a GPU only in compute mode DEFAULT.
 pub(crate) fn mode_of(tenure: Tenure) -> Mode {
     match tenure {
         Tenure::Alone => Mode::Exclusive,
@@ -124,8 +121,8 @@ pub(crate) fn wanted(task: &Task) -> Wanted {
         memory_limit_mib: mib_of(&task.order),
         limits_enforced: uuid != OLD_GPU,
         capacity: u32::try_from(CAPACITY).unwrap(),
-        // If several control daemons have a GPU, NVML lists the clients of all these control daemons, and does not say
-        // which client belongs to which control daemon.
+        // If several control daemons take turns on a GPU, NVML lists the clients of all of them, and does not say which client
+        // belongs to which control daemon.
         clients_listed: uuid != OLD_GPU && task.order.id.tenure() == Tenure::Alone,
     };
     Wanted {
@@ -146,8 +143,8 @@ pub(crate) fn failed(failure: Failure) -> (ActOutcome, bool, Option<Result<Judge
     (ActOutcome::Failed(why), why == WhyFailed::Gone, Some(Err(failure)))
 }
 
-/// Carries out an act about a control daemon as the service's supervisor does. Returns the outcome, and true if the
-/// control daemon has ended.
+/// Carries out an act about a control daemon as the service's supervisor does. The second result is true if the control daemon
+/// has ended.
 async fn carry_out(
     act: DaemonAct,
     mut serving: Serving<'_, SimShell>,
@@ -175,8 +172,8 @@ async fn carry_out(
 }
 
 impl World {
-    /// A supervisor of the service begins to watch a control daemon's process. `has_just_started` is false if an
-    /// earlier service has started the process.
+    /// A supervisor begins to watch a control daemon's process. `has_just_started` is false if an earlier service has started
+    /// the process.
     pub(crate) fn watch(&mut self, id: &DaemonId, pid: u32, has_just_started: bool) {
         let (Some(one), Some(service)) = (self.daemons.get(&pid), &mut self.service) else { return };
         let mps = Arc::clone(&one.mps);
@@ -235,8 +232,8 @@ impl World {
         }
     }
 
-    /// A supervisor begins to watch the control daemon's process that the state file has. None if the supervisor has
-    /// begun to watch the process, and the act goes on.
+    /// A supervisor begins to take over the process that the state file records. Returns the outcome if the act is already
+    /// over, and `None` if the act goes on.
     fn adopt(&mut self, id: &DaemonId, dice: &mut Dice) -> Option<ActOutcome> {
         let living = self.living(id).map(|(pid, _)| pid);
         let Some(pid) = living else {
@@ -270,8 +267,8 @@ impl World {
             admission,
         };
         let (known, wanted, act) = (Rc::clone(&watched.known), wanted(task), task.act);
-        // The future holds the borrow of two `RefCell`s across `await`. The borrow is safe: a control daemon has one
-        // act at a time, and no other code borrows these `RefCell`s during an act.
+        // The future keeps two `RefCell`s borrowed across `await`. No other code borrows them meanwhile, since a control daemon
+        // has only one act at a time.
         #[allow(clippy::await_holding_refcell_ref)]
         let under_way = async move {
             let (mut known, mut reach) = (known.borrow_mut(), reach.borrow_mut());
@@ -281,7 +278,6 @@ impl World {
         true
     }
 
-    /// The simulated control daemon about which the service carries out an act.
     pub(crate) fn mps_of(&self, id: &DaemonId) -> Option<Arc<Mutex<Mps>>> {
         let service = self.service.as_ref()?;
         let watched = || service.watched.get(id).map(|watched| &watched.mps);
@@ -297,8 +293,7 @@ impl World {
         }
     }
 
-    /// Carries out the changes of compute modes that the running act has asked for, and lets the act go on if it waits
-    /// for a turn.
+    /// Shows the act the present state of the world, and lets the act go on if it waits for a turn.
     fn give_turn(&mut self, id: &DaemonId) {
         self.change_modes(id);
         let Some(mps) = self.mps_of(id) else { return };
@@ -313,8 +308,8 @@ impl World {
         }
     }
 
-    /// Checks the promise work-is-safe at the moment at which a client loses its work: the service ends a client at
-    /// work only for a stop, because MPS is disabled, or by an administrator's force.
+    /// Checks the promise `work-is-safe` when clients lose their work: the service ends a client only for a stop, for disabled
+    /// MPS, by an administrator's force, or after a fatal GPU error has hit the client.
     fn check_who_was_hurt(&mut self, id: &DaemonId) {
         let Some(watched) = self.service.as_ref().and_then(|service| service.watched.get(id)) else { return };
         let mut mps = watched.mps.lock().unwrap();
@@ -322,7 +317,7 @@ impl World {
             let is_forced = hurt.cause == Cause::Forced;
             assert!(!is_forced || !hurt.is_given_up, "given-up-is-not-done: {hurt:?} of {id}");
             let is_asked_for = match hurt.cause {
-                // For the causes `Stop` and `Disabled`, `check_work_is_safe` has checked the act when the act began.
+                // `check_work_is_safe` has already checked these two causes when the act began.
                 Cause::Stop | Cause::Disabled => true,
                 Cause::Forced => hurt.is_forced,
                 _ => hurt.is_hit,
@@ -331,12 +326,10 @@ impl World {
         }
     }
 
-    /// Removes the control daemons that have ended from the world.
     pub(crate) fn bury(&mut self) {
         self.daemons.retain(|_, one| one.lock().is_alive);
     }
 
-    /// Lets time pass until `now` for all control daemons of the world.
     pub(crate) fn advance(&mut self, now: Duration) {
         self.now = now;
         for one in self.daemons.values() {
@@ -351,7 +344,6 @@ impl World {
         self.bury();
     }
 
-    /// The moment of the next event in the world, or of the next act of the service if it comes before the event.
     pub(crate) fn next_moment(&self) -> Option<Duration> {
         let of_core = self.service.as_ref().and_then(|service| service.core.due());
         let of_daemons = self.daemons.values().filter_map(|one| one.lock().due());
@@ -371,7 +363,6 @@ impl World {
             .min()
     }
 
-    /// True if the act about this control daemon can go on at this moment.
     pub(crate) fn can_come_on(&self, id: &DaemonId) -> bool {
         let Some(service) = &self.service else { return false };
         let waits = |watched: &Watched| !watched.mps.lock().unwrap().is_awake();

@@ -1,5 +1,4 @@
-//! The simulated shell of the service: the shell carries out acts step by step, and any trouble can happen between two
-//! steps.
+//! The simulated shell of the service. The shell carries out acts step by step, and any trouble can happen between two steps.
 
 use mps_core::serve::{Failing, Failure, Judged};
 use mps_core::view::DaemonView;
@@ -9,7 +8,6 @@ use super::reader::Shown;
 use super::{Dice, Mode, Task, World};
 
 impl World {
-    /// A random running act of the service goes on by one step.
     pub(crate) fn carry_on(&mut self, dice: &mut Dice) {
         let Some(service) = &self.service else { return };
         let can_come_on = |(id, _): &(&DaemonId, &Task)| self.can_come_on(id);
@@ -36,7 +34,7 @@ impl World {
         }
         let picked = dice.pick(&tasks).map(|(id, task)| ((*id).clone(), (*task).clone()));
         let Some((id, task)) = picked else { return };
-        // An act that the core wants to be interrupted may still end by itself before the interruption.
+        // An act that the core wants to interrupt may end by itself before the interruption.
         if task.is_interrupted && !dice.one_in(4) {
             return self.finish(&id, ActOutcome::Interrupted);
         }
@@ -112,8 +110,8 @@ impl World {
         }
     }
 
-    /// Does one half of a change of a compute mode: the first half records the former mode in the state file, and the
-    /// second half sets the service's mode.
+    /// Does one half of a change of a compute mode. Half 0 records the former mode in the state file, and half 1 sets the
+    /// service's mode.
     pub(crate) fn take_mode(&mut self, gpu: &str, ours: Mode, half: usize) {
         let Some(state) = self.gpus.get_mut(gpu).filter(|state| state.mode != ours) else { return };
         if half == 1 && self.state_file.modes.contains_key(gpu) {
@@ -130,8 +128,8 @@ impl World {
         self.mode_step(gpu, step, ModeOutcome::Taken);
     }
 
-    /// Does one step of restoring a compute mode: the first step sets the former mode, and the second step removes the
-    /// former mode from the state file.
+    /// Does one step of restoring a compute mode. Step 0 sets the former mode, and step 1 removes the former mode from the
+    /// state file.
     fn put_mode_back(&mut self, gpu: &str, step: usize, dice: &mut Dice) {
         let Some(before) = self.state_file.modes.get(gpu).copied() else {
             return self.mode_done(gpu, ModeOutcome::PutBack);

@@ -1,4 +1,4 @@
-//! The start of a control daemon in the world, by the real code.
+//! The start of a control daemon in the world, by the service's real code.
 
 use std::rc::Rc;
 use std::sync::{Arc, Mutex};
@@ -14,18 +14,16 @@ use super::{ControlDaemon, Dice, Task, World, Written};
 /// A request of the code that starts a control daemon. The world carries out the request before the next turn.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) enum Spawning {
-    /// Record the new process of a control daemon, with these GPUs, in the state file. The new process waits for a byte
-    /// from the service.
+    /// Record the new process and these GPUs in the state file. The new process then waits for a byte from the service.
     WriteDown(Vec<String>),
-    /// Send the new process the byte for which it waits, so that the process becomes the control daemon.
+    /// Send the byte for which the new process waits, so that the process becomes the control daemon.
     Go,
 }
 
-/// The shell through which the service's real code for the start of a control daemon acts on the simulated world.
 struct SimStarter {
     shell: SimShell,
-    /// The number of clients of a foreign control daemon that prevents the start. None if no foreign control daemon
-    /// prevents the start, or the service does not know its clients.
+    /// The number of clients of a foreign control daemon that prevents the start. `None` if no foreign control daemon prevents
+    /// the start, or if its clients are not known.
     in_the_way: Option<usize>,
 }
 
@@ -55,8 +53,7 @@ impl Starter for SimStarter {
         Ok(Some(Stranger { pid: Some(7), directory: String::new(), end_it: String::new(), clients }))
     }
 
-    /// The promise work-is-safe: the service does not end a control daemon that it has not started if that control
-    /// daemon has clients.
+    /// Checks the promise `work-is-safe`: the service ends a foreign control daemon only if the control daemon has no clients.
     async fn end_stranger(&mut self, _: StartPlace, _: u32, may_end: Permit) -> Result<bool, Failure> {
         assert_eq!(self.in_the_way, Some(0), "work-is-safe: a stranger is ended with its clients");
         assert_eq!(may_end.cause(), Cause::Unused, "work-is-safe: a stranger is ended");
@@ -108,7 +105,7 @@ impl Starter for SimStarter {
 }
 
 impl World {
-    /// The service begins the start of a control daemon. The process of the control daemon does not exist yet.
+    /// The service begins to start a control daemon. The process of the control daemon does not exist yet.
     pub(crate) fn begin_start(&mut self, id: &DaemonId, task: &Task, dice: &mut Dice) {
         let Some(admission) = self.admission(id, &task.order.gpus, false) else { return };
         self.next_pid += 1;
@@ -126,8 +123,8 @@ impl World {
         service.starting.insert(id.clone(), mps);
         let (reach, wanted) = (Rc::clone(service.reaches.entry(id.clone()).or_default()), wanted(task));
         let users = WantedUsers { multiuser: true, is_optional: true, without: "off" };
-        // The future holds the borrow of a `RefCell` across `await`. The borrow is safe: a control daemon has one act
-        // at a time, and no other code borrows this `RefCell` during an act.
+        // The future keeps a `RefCell` borrowed across `await`. No other code borrows it meanwhile, since a control daemon has
+        // only one act at a time.
         #[allow(clippy::await_holding_refcell_ref)]
         let under_way = async move {
             let mut starter = SimStarter { shell, in_the_way: None };
@@ -137,7 +134,6 @@ impl World {
         service.acts.insert(id.clone(), Box::pin(under_way));
     }
 
-    /// Carries out the request that the start of a control daemon makes to the world.
     pub(crate) fn spawn(&mut self, id: &DaemonId, task: &Task) {
         let Some(mps) = self.service.as_ref().and_then(|service| service.starting.get(id)).cloned() else {
             return;
@@ -146,8 +142,7 @@ impl World {
             let mut mps = mps.lock().unwrap();
             let spawning = mps.spawning.take();
             if matches!(spawning, Some(Spawning::WriteDown(_))) && !mps.is_alive {
-                // The process that the service has spawned before for this start has ended by itself, so the state file
-                // gets another process.
+                // The first process of this start has ended by itself, so a new process takes its place in the state file.
                 self.next_pid += 1;
                 mps.is_another(self.next_pid, self.now);
             }

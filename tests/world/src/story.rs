@@ -1,6 +1,6 @@
-//! Stories: tests with one control daemon on a simulated host that has no troubles except those that the story names.
-//! The service's real code serves the control daemon, and the story records the service's questions, messages and
-//! published states.
+//! Stories: tests with one control daemon on a simulated host. Nothing goes wrong on the host except the troubles that the
+//! story names. The service's real code serves the control daemon, and the story records its questions, messages and published
+//! states.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
@@ -30,40 +30,34 @@ use super::requests::carry_out;
 pub use super::tenants::{SliceKnownBy, Tenant, slice_of};
 use super::ways::SimAdmission;
 
-/// The PID of the control daemon in stories.
 pub const PID: u32 = 100;
 
-/// The PID of the first server that starts in a story.
 pub const SERVER: u32 = 200;
 
 /// An event of a story, which changes the simulated control daemon.
 type Turn = Box<dyn FnOnce(&mut Mps) + Send>;
 
-/// The troubles that a story gives a control daemon and its host, and the record of the service's acts.
+/// The troubles that a story prepares for a control daemon and its host, and the record of the service's acts.
 // The structure has a bool for each trouble, and no enum, since a story may name several troubles.
 #[allow(clippy::struct_excessive_bools)]
 #[derive(Default)]
 pub struct Stage {
-    /// True in stories, which record the service's questions and acts. False in random histories.
+    /// True in stories, and false in random histories. Only stories record the service's questions and acts.
     pub(crate) is_on: bool,
-    /// The events of the story that happen later, each with its time.
     later: Vec<(Duration, Turn)>,
-    /// The events of the story that happen just before the answer to the service's next question of a name, each with
-    /// the name.
+    /// Events that happen just before the answer to the service's next question with this name.
     during: Vec<(&'static str, Turn)>,
-    /// The error with which every question of the service to the control daemon fails. None if the service's questions
-    /// get true answers.
+    /// The error of every question of the service to the control daemon. `None` if the questions get true answers.
     pub answers: Option<Failure>,
-    /// The errors with which the service's questions fail, by the name of the question.
+    /// The errors of single questions of the service, by the name of the question.
     pub answers_to: BTreeMap<&'static str, Failure>,
     pub children_are_unknown: bool,
-    /// True if the control daemon and its servers do not end when the service asks for their end.
+    /// True if the control daemon and its servers do not end when the service asks them to end.
     pub stays: bool,
     /// True if the control daemon survives the signals that the service sends to end it.
     pub survives: bool,
     pub log_is_unreadable: bool,
-    /// The clients that NVML lists on a GPU, or the error of NVML. The clients in this map replace the true clients of
-    /// the GPU in NVML's list.
+    /// For a GPU in this map NVML lists these clients instead of the true clients, or returns this error.
     pub nvml: BTreeMap<String, Result<BTreeSet<u32>, String>>,
     /// The PIDs of the story's processes that have ended.
     pub gone: BTreeSet<u32>,
@@ -73,7 +67,7 @@ pub struct Stage {
     pub unlisted: BTreeMap<String, String>,
     /// The GPUs whose compute mode NVML can't set, each with the reason.
     pub refuses: BTreeMap<String, String>,
-    /// The processes on GPUs that are neither servers nor clients of the control daemon, by GPU.
+    /// The processes on each GPU that are neither servers nor clients of the control daemon.
     pub processes: BTreeMap<String, Vec<GpuProcess>>,
     /// True if the control daemon's servers can't open any GPU.
     pub servers_are_kept_out: bool,
@@ -83,16 +77,14 @@ pub struct Stage {
     pub bad_directories: Vec<String>,
     pub bad_links: Option<String>,
     pub does_not_lead: Option<Failure>,
-    /// The time that a question of the service takes, by the name of the question. Questions that are not in this map
-    /// take no time.
+    /// The time that a question of the service takes, by the name of the question. Other questions take no time.
     pub takes: BTreeMap<&'static str, Duration>,
-    /// The number of the control daemon's next answers to `terminate_client` that get lost.
+    /// The number of the control daemon's next answers to `terminate_client` that will get lost.
     pub lost_answers: usize,
 
     /// The questions and acts of the service, each with its time.
     pub calls: Vec<(Duration, String)>,
     pub steps: Vec<&'static str>,
-    /// The programs without MPS that the service reports for each GPU.
     pub bypasses: BTreeMap<String, BTreeSet<ProcessId>>,
     pub answered: Vec<Result<(), String>>,
 }
@@ -103,13 +95,12 @@ impl Stage {
     }
 }
 
-/// The PIDs of servers as text, with a space before each.
 pub(crate) fn spaced(servers: &[u32]) -> String {
     servers.iter().map(|server| format!(" {server}")).collect()
 }
 
 impl Mps {
-    /// Records a question or an act of the service.
+    /// Records a question or an act of the service, if a story is played.
     pub fn note(&mut self, call: fmt::Arguments<'_>) {
         if self.stage.is_on {
             self.stage.calls.push((self.now, call.to_string()));
@@ -129,17 +120,16 @@ impl Mps {
         self.stage.later.sort_by_key(|(time, _)| *time);
     }
 
-    /// Adds an event that happens just before the answer to the service's next question of this name.
+    /// Adds an event that happens just before the answer to the service's next question with this name.
     pub fn during(&mut self, question: &'static str, turn: impl FnOnce(&mut Self) + Send + 'static) {
         self.stage.during.push((question, Box::new(turn)));
     }
 
-    /// An administrator makes a request to the service.
     pub fn asks(&mut self, request: Requested) {
         self.reader.requests.push_back((self.now, request));
     }
 
-    /// Adds a line to the control daemon's log. A tenant may have written the line, since tenants can write to the log.
+    /// Adds a line to the control daemon's log. The line may be forged, since tenants can write to the log.
     pub fn says(&mut self, meaning: Meaning) {
         if let Meaning::TornDown { server, client, ordinal } = meaning {
             self.hits.insert((server, ordinal, client));
@@ -152,7 +142,6 @@ impl Mps {
         self.reader.position = self.log.len();
     }
 
-    /// A server with this PID starts, and is ready for clients.
     pub fn server_comes(&mut self, server: u32) {
         self.add_server(server);
         self.server_is_ready(server);
@@ -165,13 +154,12 @@ impl Mps {
         self.is_noted(server, status);
     }
 
-    /// The service sees that the server's process has ended.
     pub fn server_is_seen_to_end(&mut self, server: u32) {
         self.reader.watched.remove(&server);
         self.reader.ended.push_back(server);
     }
 
-    /// The service does not wait for the end of any server any more.
+    /// The service stops waiting for the end of any server.
     pub fn nobody_watches(&mut self) {
         self.reader.watched.clear();
     }
@@ -182,7 +170,7 @@ impl Mps {
         }
     }
 
-    /// The server with this PID handles a fatal GPU error. The control daemon's log has not named the server before.
+    /// A server that the control daemon's log has never named handles a fatal GPU error.
     pub fn unseen_server_faults(&mut self, server: u32) {
         let said = self.log.len();
         self.add_server(server);
@@ -195,7 +183,7 @@ impl Mps {
         self.stage.processes.entry(gpu.to_owned()).or_default().push(process);
     }
 
-    /// A client comes to a GPU through a server, or a client of the GPU gets another connection.
+    /// A client connects to a GPU through a server. A client that already exists connects to one more GPU.
     pub fn client(&mut self, pid: u32, server: u32, gpu: &str) {
         let ordinal = self.gpus.iter().position(|one| one == gpu).unwrap();
         if let Some(client) = self.clients.get_mut(&pid) {
@@ -209,38 +197,32 @@ impl Mps {
         self.clients.insert(pid, client);
     }
 
-    /// The process of the client with this PID.
     pub fn tenant(&mut self, pid: u32) -> &mut Tenant {
         &mut self.clients.get_mut(&pid).unwrap().tenant
     }
 
-    /// The server with this PID handles a fatal GPU error. While the server handles the error, the control daemon's
-    /// list of the server's clients is empty.
+    /// The server handles a fatal GPU error. Meanwhile the control daemon lists none of the server's clients.
     pub fn server_faults(&mut self, server: u32) {
         self.is_status(server, ServerStatus::Fault);
         self.servers.entry(server).and_modify(|server| server.lists = false);
     }
 
-    /// The server with this PID has recovered from a fatal GPU error, and its clients are listed again.
     pub fn server_recovers(&mut self, server: u32) {
         self.is_status(server, ServerStatus::Active);
         self.servers.entry(server).and_modify(|server| server.lists = true);
     }
 
-    /// All clients of the control daemon end, except for the clients whose PIDs are in `stay`. The control daemon's log
-    /// does not report the end of these clients.
+    /// All clients end, except for the clients in `stay`. The control daemon's log does not report the end of these clients.
     pub fn only_stay(&mut self, stay: &[u32]) {
         self.clients.retain(|pid, _| stay.contains(pid));
     }
 }
 
-/// The facts that the service knows about the control daemon and its GPUs.
 pub struct Memory {
     known: Known,
     pub reach: GpuReach,
 }
 
-/// The service's running act that serves the control daemon.
 type Act = Pin<Box<dyn Future<Output = Result<Ended, Failure>>>>;
 
 /// A story: one control daemon, the service's knowledge of the control daemon, and the order for it.
@@ -248,7 +230,7 @@ pub struct Story {
     shell: SimShell,
     pub memory: Arc<Mutex<Memory>>,
     pub wanted: Wanted,
-    /// The service's running act that serves the control daemon. None: no act runs.
+    /// `None` if no act runs.
     act: Option<Act>,
 }
 
@@ -265,13 +247,12 @@ pub fn wanted_gpu(uuid: &str) -> ServedGpu {
 }
 
 impl SimShell {
-    /// Locks the simulated control daemon. A story that locks the control daemon twice at the same time fails.
+    /// Locks the simulated control daemon. If the story already has the lock, the function panics instead of waiting for ever.
     pub fn host(&self) -> MutexGuard<'_, Mps> {
         self.mps.try_lock().unwrap()
     }
 
-    /// Runs an act of the service until this time after the beginning of the story, and lets all events up to this time
-    /// happen.
+    /// Polls an act of the service until this time after the beginning of the story. All events up to this time happen.
     pub fn act<T>(
         &self,
         mut act: Pin<&mut (impl Future<Output = T> + ?Sized)>,
@@ -301,8 +282,7 @@ impl SimShell {
     }
 }
 
-/// Lets the next event of the story happen, if the event is not later than `until`. Returns true if an event has
-/// happened.
+/// Lets the next event of the story happen, unless the event is later than `until`. Returns true if an event has happened.
 fn go_on(mps: &mut Mps, until: Duration) -> bool {
     let turn = mps.stage.later.first().map(|(time, _)| *time);
     let next = mps.due().into_iter().chain(turn).min().filter(|next| *next <= until);
@@ -312,7 +292,6 @@ fn go_on(mps: &mut Mps, until: Duration) -> bool {
     next.is_some()
 }
 
-/// Lets all events of the story happen whose time has come.
 fn pass(mps: &mut Mps) {
     while mps.stage.later.first().is_some_and(|(time, _)| *time <= mps.now) {
         let (_, turn) = mps.stage.later.remove(0);
@@ -321,13 +300,13 @@ fn pass(mps: &mut Mps) {
 }
 
 impl Story {
-    /// A story with a control daemon for these GPUs that has just started in multi-user mode. In multi-user mode the
-    /// service starts a server before the first client comes.
+    /// A story with a control daemon for these GPUs that has just started in multi-user mode. In multi-user mode the service
+    /// starts a server before the first client comes.
     pub fn with_gpus(gpus: &[&str]) -> Self {
         Self::with(gpus, true)
     }
 
-    /// A story with a control daemon for these GPUs without multi-user mode: a server starts with the first client.
+    /// A story with a control daemon without multi-user mode: a server starts only with the first client.
     pub fn with_one_user(gpus: &[&str]) -> Self {
         Self::with(gpus, false)
     }
@@ -367,10 +346,10 @@ impl Story {
         SimShell { setting, ..self.shell.clone() }
     }
 
-    /// Makes the service serve the control daemon until this number of milliseconds after the beginning of the story,
-    /// unless the act ends before. The next call of this function continues the act.
-    // The act holds the lock of the memory across `await`. The story drops this act before another act locks the
-    // memory.
+    /// The service serves the control daemon until this time in milliseconds after the beginning of the story, unless the act
+    /// ends earlier. The next call of this function continues the act.
+    // The act keeps `memory` locked across `await`. Every other act of the story first drops this act, so no act waits for the
+    // lock for ever.
     #[allow(clippy::await_holding_lock)]
     pub fn serve(&mut self, until: u64) -> Option<Result<Ended, Failure>> {
         let (shell, memory, wanted) = (self.shell(), Arc::clone(&self.memory), self.wanted.clone());
@@ -387,7 +366,7 @@ impl Story {
         ended
     }
 
-    /// Interrupts the act that serves the control daemon, and changes the order for the control daemon.
+    /// Interrupts the act that serves the control daemon, and changes the order.
     pub fn break_off(&mut self, change: impl FnOnce(&mut Wanted)) {
         self.act = None;
         let before = self.wanted.thread_percentage;
@@ -397,7 +376,7 @@ impl Story {
         self.host().reader.shown.view.take_order(gpus, true, &to_be_set);
     }
 
-    /// Runs another act of the service about the control daemon, and returns the result of the act.
+    /// Runs another act of the service about the control daemon to its end, and returns the result.
     #[allow(clippy::await_holding_lock)]
     pub fn once<T>(&mut self, act: impl AsyncFnOnce(&mut Serving<'_, SimShell>) -> T) -> T {
         self.act = None;
@@ -406,8 +385,8 @@ impl Story {
         self.shell.act(pin!(act(&mut serving)), Duration::MAX).unwrap()
     }
 
-    /// Makes the service serve the control daemon until this number of milliseconds after the beginning of the story.
-    /// The act must not end before that time.
+    /// The service serves the control daemon until this time in milliseconds after the beginning of the story. The act must not
+    /// end earlier.
     pub fn served(&mut self, until: u64) {
         let ended = self.serve(until);
         assert!(ended.is_none(), "{ended:?}");
@@ -432,7 +411,7 @@ impl Story {
         }
     }
 
-    /// The state of the control daemon that the service publishes, in words.
+    /// Returns the state of the control daemon that the service publishes, in words.
     pub fn shown(&self) -> String {
         let host = self.host();
         let DaemonView { state, serving, reason, .. } = &host.reader.shown.view;
@@ -440,20 +419,18 @@ impl Story {
         format!("{state:?}, {serves}: {reason}").trim_end_matches(": ").to_owned()
     }
 
-    /// The number of the service's recorded questions and acts whose name begins with `name`, since the last call of
-    /// `forget`.
+    /// Counts the service's questions and acts since the last call of `forget` whose name begins with `name`.
     pub fn calls(&self, name: &str) -> usize {
         self.times(name).len()
     }
 
-    /// The times in milliseconds of the service's recorded questions and acts whose name begins with `name`.
+    /// Returns the times in milliseconds of the service's questions and acts whose name begins with `name`.
     pub fn times(&self, name: &str) -> Vec<u128> {
         let host = self.host();
         let calls = host.stage.calls.iter().filter(|(_, call)| call.starts_with(name));
         calls.map(|(at, _)| at.as_millis()).collect()
     }
 
-    /// Forgets all recorded questions, acts and messages of the service.
     pub fn forget(&self) {
         let mut host = self.host();
         host.stage.calls.clear();
@@ -470,7 +447,6 @@ impl Story {
     }
 }
 
-/// The limits that an order gives to a control daemon with these GPUs.
 fn setting(wanted: &Wanted, gpus: &[String]) -> Setting {
     let mib = |ordinal: usize| {
         let gpu = gpus.get(ordinal).and_then(|gpu| wanted.gpus.iter().find(|wanted| wanted.uuid == *gpu));

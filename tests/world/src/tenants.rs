@@ -12,17 +12,16 @@ use super::clients::SimClient;
 use super::mps::Mps;
 use super::{Dice, GPUS, World};
 
-/// The number of slices of each GPU.
 const SLICES: usize = 2;
 
-/// The user ids of tenants.
 const USERS: [u32; 3] = [0, 1, 2];
 
 fn any_user(dice: &mut Dice) -> u32 {
     dice.pick(&USERS).copied().unwrap_or_default()
 }
 
-/// The slice of a GPU with this ordinal. In stories the name of a GPU is a letter.
+/// Returns the slice of a GPU with this ordinal. Stories name a GPU by a letter instead of a PCI address, and the letter
+/// becomes the bus number.
 pub fn slice_of(gpu: &str, ordinal: u32) -> SliceId {
     let by_letter = |()| {
         let bus = gpu.bytes().next().map_or(0, |letter| letter - b'A' + 10);
@@ -31,12 +30,10 @@ pub fn slice_of(gpu: &str, ordinal: u32) -> SliceId {
     gpu.parse().unwrap_or_else(by_letter).slice(ordinal)
 }
 
-/// The name of the world's GPU that has this slice.
 pub(crate) fn gpu_of(slice: SliceId) -> String {
     slice.gpu.to_string()
 }
 
-/// The source from which the service knows the slice of a process.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum SliceKnownBy {
     Mount,
@@ -47,32 +44,33 @@ pub enum SliceKnownBy {
 /// The process of a client, as the kernel knows it.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Tenant {
-    /// A number that no other process has, even if it has the same PID.
+    /// A number that no other process ever has, although another process may later have the same PID.
     pub(crate) process: u32,
-    /// The user of the process, and the users for whom the process acts.
+    /// The user of the process, and the users for whom the process works.
     pub users: Vec<u32>,
-    /// The ids of the containers in which the process runs, each with true if the host's own runtime has made the container.
+    /// The ids of the containers in which the process runs. The value is true if the host's own container runtime has made the
+    /// container.
     pub containers: BTreeMap<String, bool>,
     pub slice: SliceId,
     pub slice_known_by: SliceKnownBy,
     pub(crate) connection: u64,
-    /// False after a request has ended the GPU work of the process, until the process starts its work over.
+    /// False after a request has ended the GPU work of the process, until the process starts its work again.
     pub(crate) has_work: bool,
     /// True while a debugger has stopped the process.
     pub(crate) is_held: bool,
-    /// True if the process handles the signals that ask a program to end.
+    /// True if the process handles the signals that ask a program to end, and so survives them.
     pub handles_signals: bool,
 }
 
-/// The first processes of containers, by their PIDs, if these processes are no clients, and the effect on each of a
-/// signal that asks a program to end.
+/// The PIDs of first processes of containers that are no clients, and the effect on each process of a signal that asks a
+/// program to end.
 const FIRST_PROCESSES: [(u32, Reception); 3] =
     [(1, Reception::Handled), (2, Reception::Ignored), (3, Reception::Fatal)];
 
-/// The signals that a container runtime sends: TERM, KILL, and USR1. USR1 does not ask a program to end.
+/// The signals that a container runtime sends: TERM, KILL and USR1. USR1 does not ask a program to end.
 const SIGNALS: [u32; 3] = [15, 9, 10];
 
-/// The effect of TERM on the first process of a container. None if the first process is a client.
+/// Returns the effect of TERM on the first process of a container. `None` if the first process is a client.
 pub(crate) fn first_reception(pid: u32) -> Option<Reception> {
     FIRST_PROCESSES.iter().find(|(first, _)| *first == pid).map(|(_, reception)| *reception)
 }
@@ -104,8 +102,8 @@ impl Tenant {
 }
 
 impl SimClient {
-    /// True if a request to end GPU work really means this client, when these control groups are bound to slices.
-    /// `named` is the number of the process that had the PID which the request names, when the request began.
+    /// True if a request to end GPU work means this client, as computed without the core's code. `named` is the number of the
+    /// process that had the named PID at the beginning of the request.
     pub(crate) fn is_meant(
         &self,
         pid: u32,
@@ -127,7 +125,6 @@ impl SimClient {
         }
     }
 
-    /// Returns true if a signal to a container ends the client with this PID.
     fn ends_by(&self, pid: u32, stop: &Stop) -> bool {
         let gets_it = stop.to_all
             || pid == stop.first
@@ -137,7 +134,7 @@ impl SimClient {
 }
 
 impl Mps {
-    /// A program that has lost its work to an error starts over, with another connection.
+    /// A program that has lost its work starts its work again with another connection.
     fn starts_over(&mut self, pid: u32) {
         let connection = u64::from(self.next_pid());
         let Some(client) = self.clients.get_mut(&pid) else { return };
@@ -151,8 +148,6 @@ impl Mps {
 }
 
 impl World {
-    /// A random client starts its work over, or leaves and the next client gets its PID, or a debugger stops or
-    /// releases the client.
     pub(crate) fn tenant_acts(&mut self, dice: &mut Dice) {
         let Some((daemon, pid)) = self.any_client(dice) else { return };
         let Some(one) = self.daemons.get(&daemon) else { return };
@@ -180,7 +175,7 @@ impl World {
         }
     }
 
-    /// Chooses a client, and returns the PID of the client's control daemon and the client's own PID.
+    /// Chooses a random client. Returns the PID of the client's control daemon and the client's own PID.
     fn any_client(&self, dice: &mut Dice) -> Option<(u32, u32)> {
         let clients = |(daemon, one): (&u32, &super::ControlDaemon)| {
             one.lock().clients.keys().map(|client| (*daemon, *client)).collect::<Vec<_>>()
@@ -189,8 +184,8 @@ impl World {
         dice.pick(&clients).copied()
     }
 
-    /// Chooses a client that still has its work, at a server that handles a fatal GPU error. None if no client of such
-    /// a server still has its work, and sometimes at random.
+    /// Chooses a client that is at work although its server handles a fatal GPU error. `None` if no client fits, and sometimes
+    /// at random.
     fn client_at_a_fault(&self, dice: &mut Dice) -> Option<u32> {
         let mut clients = Vec::new();
         for one in self.daemons.values() {
@@ -204,7 +199,7 @@ impl World {
         dice.pick(&clients).copied().filter(|_| !dice.one_in(4))
     }
 
-    /// Makes up the stop of a container by its runtime. Often `client` is the PID of the container's first process.
+    /// Makes up the stop of a container by its runtime. Sometimes `client` is the first process of the container.
     fn any_stop(client: u32, dice: &mut Dice) -> Stop {
         let (first, _) = dice.pick(&FIRST_PROCESSES).copied().unwrap_or((client, Reception::Fatal));
         let first = if dice.one_in(3) { client } else { first };
@@ -212,7 +207,6 @@ impl World {
         Stop { group: group_of(dice).to_owned(), first, signal, to_all: dice.one_in(4) }
     }
 
-    /// A caller asks the service to end GPU work.
     pub(crate) fn ask_to_terminate(&mut self, dice: &mut Dice) {
         let is_busy = self.service.as_ref().is_none_or(|service| service.requests.len() >= 3);
         if is_busy || self.is_calm {

@@ -1,5 +1,5 @@
-//! Troubles of MPS in the world: fatal GPU errors, servers and control daemons that end or hang, and other programs
-//! that change limits, modes and files of the service.
+//! Troubles of MPS in the world: fatal GPU errors, servers and control daemons that end or hang, and other programs that change
+//! limits, modes and files of the service.
 
 use std::time::Duration;
 
@@ -12,7 +12,6 @@ use super::requests::SimRequest;
 use super::{Dice, World};
 
 impl World {
-    /// A random trouble happens to a random control daemon that runs.
     pub(crate) fn trouble(&mut self, dice: &mut Dice) {
         let running: Vec<u32> =
             self.daemons.iter().filter(|(_, one)| !one.is_paused).map(|(pid, _)| *pid).collect();
@@ -60,8 +59,8 @@ impl World {
             }
             9 => {
                 mps.taken_by = if mps.taken_by.is_some() { None } else { Some(7) };
-                // Another program's control daemon listens in the directory of the service's control daemon, so
-                // commands of the service reach the other control daemon.
+                // Another program's control daemon listens in the directory of the service's control daemon. So commands of the
+                // service, such as limits, reach the other control daemon.
                 mps.foreign.insert(None);
                 mps.foreign.extend(servers.iter().map(|server| Some(*server)));
                 format!("in the directory of {pid} listens {:?}", mps.taken_by)
@@ -85,7 +84,6 @@ impl World {
         self.add_to_story(|| what);
     }
 
-    /// A user stops a control daemon or a server with SIGSTOP.
     fn somebody_stops(&mut self, pid: u32, dice: &mut Dice) {
         let Some(one) = self.daemons.get(&pid) else { return };
         let mut mps = one.lock();
@@ -99,8 +97,8 @@ impl World {
         self.add_to_story(|| format!("somebody stops server {server:?} of {pid}, or {pid} itself"));
     }
 
-    /// The clients that a fatal GPU error has hit end just while the service looks which of the hit clients are left.
-    /// The server of the hit clients recovers, and other clients come to the server at once.
+    /// The clients that a fatal GPU error has hit end just while the service checks which of them still run. Their server
+    /// recovers, and other clients come to the server at once.
     fn others_come_after_a_fault(&mut self, pid: u32, dice: &mut Dice) {
         self.advance(self.now + Duration::from_secs(6));
         (0..dice.below(8)).for_each(|_| self.carry_on(dice));
@@ -123,7 +121,6 @@ impl World {
         self.add_to_story(|| format!("a client comes: {came:?}"));
     }
 
-    /// An administrator makes a random request to the service.
     pub(crate) fn request(&mut self, dice: &mut Dice) {
         let requests = [
             Requested::Apply { force: false },
@@ -144,8 +141,8 @@ impl World {
         self.add_to_story(|| format!("somebody asks {id} for {request:?}"));
     }
 
-    /// An administrator makes a change by force if the service has answered that the change needs force, since the
-    /// service does not know the clients.
+    /// An administrator makes a change by force, if the service has answered that the change needs force because it does not
+    /// know the clients.
     pub(crate) fn force_if_clients_are_unknown(&mut self) {
         for watched in self.service.iter().flat_map(|service| service.watched.values()) {
             let mps = &mut *watched.mps.lock().unwrap();
@@ -157,7 +154,6 @@ impl World {
         }
     }
 
-    /// All troubles of the world end, and all clients leave.
     pub(crate) fn troubles_end(&mut self) {
         let starting = self.service.iter().flat_map(|service| service.starting.values());
         for mps in self.daemons.values().map(|one| &one.mps).chain(starting) {
@@ -177,8 +173,7 @@ impl World {
         self.bury();
     }
 
-    /// True if the control daemon with this PID takes a client with the limits of this order, both by the published
-    /// state and in truth.
+    /// True if the control daemon takes clients with the limits of this order, both by the published state and in truth.
     pub(crate) fn serves(&self, pid: u32, order: &Order<u32>) -> bool {
         let gpus = order.gpus.as_slice();
         self.lead_here(pid, gpus)

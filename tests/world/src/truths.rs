@@ -74,7 +74,7 @@ use mps_core::{Act, Cause, Configured, DaemonAct, DaemonId, MpsSwitch, Order, Te
 use super::serving::mode_of;
 use super::{Dice, Ending, Service, World};
 
-/// The most acts of the service about one control daemon without an event from outside and without a pause.
+/// The most acts of the service about one control daemon while no time passes and no event from outside happens.
 const MOST_IN_A_ROW: usize = 20;
 
 /// The longest time until the service says that it is ready: a minute less than `TimeoutStartSec=` of the unit.
@@ -83,24 +83,23 @@ const READY_WITHIN: Duration = Duration::from_secs(240);
 /// The longest time from the end of all troubles of the world until the service serves all orders.
 const LONGEST: Duration = Duration::from_secs(600);
 
-/// The time without events in which a host has to be quiet, and the most questions to a control daemon in that time: three
-/// for each regular check.
+/// On a host without events the service asks a control daemon at most `MOST_QUESTIONS` questions during the time `QUIET`: three
+/// for each health check. `REGULAR` is a little longer than the time between two health checks.
 const QUIET: Duration = Duration::from_secs(300);
 const REGULAR: Duration = Duration::from_secs(31);
 const MOST_QUESTIONS: usize = 30;
 
-/// The most acts of the service from the end of all troubles until it serves all orders: 25 for each of four control
-/// daemons.
+/// The most acts of the service from the end of all troubles until it serves all orders: 25 for each of four control daemons.
 const MOST_ACTS: usize = 100;
 
-/// The most characters of the service's knowledge about one control daemon, and about the whole host, as text with all
-/// names: twice the length that 50,000 histories have reached, and 600 characters for each of the nine control daemons
-/// that three GPUs can have at once, including those that are about to end.
+/// The most characters of the service's knowledge as text: about one control daemon, and about the whole host. The first number
+/// is twice the length that 50,000 histories have reached. The second number allows 600 characters for each of the nine control
+/// daemons that three GPUs can have at once, including those that are about to end.
 const MOST_KNOWN: usize = 3600;
 const MOST_DECIDED: usize = 9 * 600;
 
 impl World {
-    /// The promise nothing-grows: the service's knowledge has a bounded size, whatever happens for however long.
+    /// Checks the promise `nothing-grows`: the service's knowledge has a bounded size, no matter what happens for how long.
     pub(crate) fn check_nothing_grows(&self, id: &DaemonId) {
         // Formatting the service's knowledge as text takes long, so this function checks only after every eighth act.
         let Some(service) = self.service.as_ref().filter(|_| self.acts.is_multiple_of(8)) else { return };
@@ -110,7 +109,7 @@ impl World {
         assert!(decided.len() <= MOST_DECIDED, "nothing-grows: of the host it is known: {decided}");
     }
 
-    /// Checks those promises of the service that hold after each step of a history.
+    /// Checks the promises that hold after each step of a history.
     pub fn check(&self) {
         self.check_one_has_a_gpu();
         self.check_who_runs_is_written_down();
@@ -118,7 +117,7 @@ impl World {
         self.check_limits_are_held();
     }
 
-    /// The promise one-has-a-gpu: no two running control daemons of the service have the same GPU, unless both take
+    /// Checks the promise `one-has-a-gpu`: no two running control daemons of the service have the same GPU, unless both take
     /// turns on it.
     fn check_one_has_a_gpu(&self) {
         let mut tenures = BTreeMap::new();
@@ -132,7 +131,7 @@ impl World {
         }
     }
 
-    /// The promise who-runs-is-written-down: each running control daemon of the service is in the state file once,
+    /// Checks the promise `who-runs-is-written-down`: each running control daemon of the service is in the state file once,
     /// with its GPUs.
     fn check_who_runs_is_written_down(&self) {
         for (pid, one) in &self.daemons {
@@ -146,7 +145,6 @@ impl World {
         }
     }
 
-    /// Checks the promises about an act that the service is about to begin.
     pub(crate) fn check_act(&mut self, act: &Act<u32>) {
         self.check_nothing_spins(act);
         self.check_work_is_safe(act);
@@ -164,7 +162,7 @@ impl World {
         }
     }
 
-    /// The promise nothing-spins: the service makes a pause after an act that fails, however long a trouble lasts.
+    /// Checks the promise `nothing-spins`: the service makes a pause after an act that fails, however long a trouble lasts.
     fn check_nothing_spins(&mut self, act: &Act<u32>) {
         let Act::Daemon { id, .. } = act else { return };
         let acts = self.in_a_row.entry(id.clone()).or_default();
@@ -172,14 +170,14 @@ impl World {
         assert!(*acts < MOST_IN_A_ROW, "nothing-spins: {id} has had {acts} acts, and nothing has happened");
     }
 
-    /// The promise work-is-safe: the service ends a control daemon with clients only for a stop of the service, or when
-    /// MPS is disabled. `enforcing.rs` checks the part of the promise about clients that the service ends for a budget.
+    /// Checks the promise `work-is-safe`: the service ends a control daemon with clients only for a stop of the service, or
+    /// when MPS is disabled. `enforcing.rs` checks the part of the promise about clients that the service ends for a budget.
     fn check_work_is_safe(&self, act: &Act<u32>) {
         let Act::Daemon { id, act: DaemonAct::End(permit), .. } = act else { return };
         let cause = permit.cause();
         let ending = self.service.as_ref().and_then(|service| service.ending);
         let is_asked_for = match cause {
-            // A control daemon that the service ends for the cause `Unused` has no client.
+            // The cause `Unused` says that the control daemon has no client.
             Cause::Unused => true,
             Cause::Stop => ending == Some(Ending::ForGood),
             Cause::Disabled => {
@@ -194,7 +192,7 @@ impl World {
         );
     }
 
-    /// The promise modes-stay: the service does not restore the former compute mode of a GPU while the service needs
+    /// Checks the promise `modes-stay`: the service does not restore the former compute mode of a GPU while the service needs
     /// its own mode.
     fn check_modes_stay(&self, act: &Act<u32>) {
         let Act::PutModeBack(gpu) = act else { return };
@@ -215,8 +213,8 @@ impl World {
         certainly.contains(gpu) || others.as_ref().is_some_and(|others| !others.contains(gpu))
     }
 
-    /// The promise modes-come-back: after a stop of the service for good, each GPU has the compute mode that it had
-    /// before the service set one. `not_ended` has the control daemons that the service could not end.
+    /// Checks the promise `modes-come-back`: after a stop of the service for good, each GPU has the compute mode that it had
+    /// before the service set a mode. `not_ended` has the control daemons that the service could not end.
     pub(crate) fn check_stopped(&self, not_ended: &BTreeSet<DaemonId>) {
         let mut living = self.state_file.daemons.keys().filter(|id| self.living(id).is_some());
         let forgotten = living.find(|id| !not_ended.contains(*id));
@@ -307,7 +305,7 @@ impl World {
         panic!("all-is-served-in-the-end: it never comes to rest");
     }
 
-    /// True if an act of the service can go on without waiting for time to pass.
+    /// True if an act of the service can go on before time passes.
     pub(crate) fn comes_on(&self) -> bool {
         let Some(service) = &self.service else { return false };
         !service.modes.is_empty()
@@ -317,7 +315,6 @@ impl World {
             || service.tasks.keys().any(|id| self.can_come_on(id))
     }
 
-    /// Lets time pass until the next event of the world.
     fn go_on_in_time(&mut self) {
         self.force_if_clients_are_unknown();
         self.sleep();
@@ -334,8 +331,8 @@ impl World {
         self.look_if_due();
     }
 
-    /// The promises an-idle-host-is-quiet and the-view-settles: on a host without events the service makes only its regular health checks,
-    /// and reports nothing. The first health check without events may still make corrections.
+    /// Checks the promises `an-idle-host-is-quiet` and `the-view-settles`: on a host without events the service makes only its
+    /// regular health checks, and reports nothing. The first health check may still make corrections, so it does not count.
     fn check_an_idle_host_is_quiet(&mut self) {
         let counts = |world: &Self| {
             let count = |one: &super::ControlDaemon| {
@@ -363,7 +360,7 @@ impl World {
         }
     }
 
-    /// The promise everybody-is-known: the regular health checks have corrected the register of clients, for each
+    /// Checks the promise `everybody-is-known`: the regular health checks have corrected the register of clients, for each
     /// client that NVML or the log names.
     fn check_all_clients_are_known(&self) {
         for one in self.daemons.values() {
@@ -386,7 +383,6 @@ impl World {
         }
     }
 
-    /// Starts the service again if it has ended.
     fn start_service_again(&mut self) {
         let mut dice = Dice::new(7);
         for _ in 0..20_000 {
@@ -403,7 +399,7 @@ impl World {
         panic!("all-is-served-in-the-end: the service does not end");
     }
 
-    /// True if each control daemon serves by its order, and the service has no other act to carry out.
+    /// True if each control daemon serves its order, and the service has no other act to carry out.
     fn is_settled(&self) -> bool {
         let Some(service) = &self.service else { return false };
         let serve = |(id, task): (&DaemonId, &super::Task)| {

@@ -1,5 +1,5 @@
-//! The simulated directories of slices: the control daemons to which the links in the directories point, and the slices
-//! that an administrator has drained.
+//! The simulated directories of slices, with the links that lead clients to control daemons, and the slices that an
+//! administrator has drained.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::{Arc, Mutex, MutexGuard};
@@ -10,22 +10,20 @@ use mps_core::{DaemonId, Goal};
 use super::mps::Mps;
 use super::{Dice, World};
 
-/// The number of slices of each GPU in the world.
 pub(crate) const SLICES: usize = 2;
 
-/// The path of the directory that contains the directories of slices, which is only a number in the world. The world
-/// has only one directory that contains directories of slices.
+/// Stands for the path of the parent directory of all slices' directories. A number suffices, since the world has only one
+/// parent directory.
 const PLACE: u8 = 0;
 
-/// The value in [`Ways`] of a slice's directory that has a file instead of the link to a control daemon.
+/// The value in [`Ways`] if a user has put a file in the place of the link to a control daemon.
 const OBSTACLE: u32 = 0;
 
-/// The value in [`Ways`] of a slice's directory whose link points to the waiting socket, where programs wait for a
-/// control daemon.
+/// The value in [`Ways`] if the link points to the waiting socket, where programs wait for a control daemon.
 const WAITING: u32 = u32::MAX;
 
-/// The directories of slices, by the names of the slices. The value is the PID of the control daemon to which the link
-/// points, or [`OBSTACLE`], or [`WAITING`].
+/// The directories of slices, by the names of the slices. The value is the PID of the control daemon to which the link points,
+/// or [`OBSTACLE`], or [`WAITING`].
 pub(crate) type Ways = Arc<Mutex<BTreeMap<String, u32>>>;
 
 #[derive(Debug, Clone, Default)]
@@ -41,8 +39,7 @@ impl ClosedSlices for SimDrained {
     }
 }
 
-/// The links of slices' directories to one control daemon. All parts of the service that change the links share this
-/// value.
+/// The links of one control daemon's slices. All parts of the service that change these links share this value.
 #[derive(Clone)]
 pub(crate) struct SimAdmission {
     id: DaemonId,
@@ -51,17 +48,15 @@ pub(crate) struct SimAdmission {
     drained: Arc<Mutex<SimDrained>>,
 }
 
-/// The names of the slices of a GPU.
 pub(crate) fn slices_of(gpu: &str) -> impl Iterator<Item = String> {
     (0..SLICES).map(move |ordinal| format!("{gpu}-{ordinal}"))
 }
 
-/// All slices of these GPUs, each with its GPU.
+/// Returns pairs of a slice and its GPU.
 pub(crate) fn all_slices(gpus: &[String]) -> impl Iterator<Item = (String, String)> {
     gpus.iter().flat_map(|gpu| slices_of(gpu).map(move |name| (name, gpu.clone())))
 }
 
-/// The slices of the control daemon with this id and these GPUs, each with its GPU.
 pub(crate) fn slices(id: &DaemonId, gpus: &[String]) -> impl Iterator<Item = (String, String)> {
     all_slices(gpus).filter(move |(name, _)| id.only_slice().is_none_or(|only| *name == only.to_string()))
 }
@@ -74,11 +69,10 @@ fn linked(gpus: &[String]) -> Linked<u8> {
     Linked { pipe: PLACE, has_link: false, slices_in: Some(PLACE), gpus: gpus.iter().cloned().collect() }
 }
 
-/// The directories of slices while the service makes one pass over their links.
 struct SimDirectories<'w> {
     ways: MutexGuard<'w, BTreeMap<String, u32>>,
-    /// The socket in the control daemon's directory: the PID of the control daemon, or [`WAITING`]. None if the control
-    /// daemon's directory has no socket.
+    /// The socket in the control daemon's directory: the PID of the control daemon, or [`WAITING`]. `None` if the directory has
+    /// no socket.
     socket: Option<u32>,
     /// The slice whose link can't be changed in this pass over the links.
     stuck: Option<String>,
@@ -147,20 +141,19 @@ impl Directories<u8> for SimDirectories<'_> {
 }
 
 impl SimAdmission {
-    /// The links of slices' directories to the only control daemon of a simulated host.
+    /// The links of a story's control daemon, which is the only one on the host.
     pub(crate) fn new(id: &DaemonId, gpus: &[String]) -> Self {
         let links = Arc::new(Mutex::new(Links::new(Some(wanted(id, gpus, false)), None)));
         Self { id: id.clone(), links, ways: Arc::default(), drained: Arc::default() }
     }
 
-    /// Makes the links of slices' directories point to the control daemon, which now has the limits of its order.
+    /// The control daemon has got the limits of its order, so the links of its slices may lead to it now.
     pub(crate) fn lead(&self, mps: &mut Mps, gpus: &[String]) -> Result<(), Bad> {
         self.links.lock().unwrap().lead(linked(&mps.gpus), &wanted(&self.id, gpus, false));
         self.apply(Some(mps))
     }
 
-    /// Makes and removes the links of slices' directories. `mps` is the control daemon to which the links point. None
-    /// if no control daemon runs.
+    /// Makes and removes links as the service wants them now. `mps` is `None` if the control daemon does not run.
     pub(crate) fn apply(&self, mps: Option<&mut Mps>) -> Result<(), Bad> {
         let mut ways = self.ways.lock().unwrap();
         let (mut socket, mut stuck) = (None, None);
@@ -168,7 +161,6 @@ impl SimAdmission {
             socket = (mps.is_alive && !mps.has_no_directory).then_some(mps.pid);
             let names: Vec<String> = slices(&self.id, &mps.gpus).map(|(name, _)| name).collect();
             stuck = if mps.goes_wrong(12) { mps.dice.pick(&names).cloned() } else { None };
-            // Sometimes a tenant removes the link of a slice's directory.
             if mps.goes_wrong(20)
                 && let Some(name) = mps.dice.pick(&names)
             {
@@ -183,12 +175,12 @@ impl SimAdmission {
         !self.links.lock().unwrap().stuck().is_empty()
     }
 
-    /// True if the directory of a slice had no link to a control daemon at the last pass.
+    /// True if the service wants a link for the slice, and the last pass over the links could not make the link.
     pub(crate) fn is_missing(&self, slice: &str) -> bool {
         self.links.lock().unwrap().missing().contains_key(&Way::Slice(slice.to_owned()))
     }
 
-    /// Makes the links of slices' directories point to the waiting socket, so that new programs wait for a server.
+    /// Makes the links point to the waiting socket, so that new programs wait for a server.
     pub(crate) fn keep_waiting(&self, mps: &mut Mps) -> Result<(), Bad> {
         self.links.lock().unwrap().keep_waiting();
         self.apply(Some(mps))?;
@@ -196,7 +188,7 @@ impl SimAdmission {
         if open.is_empty() { Ok(()) } else { Err(format!("{open:?} can't be changed")) }
     }
 
-    /// The slices whose directories have a link to the control daemon with this PID.
+    /// Returns the slices whose links point to the control daemon with this PID.
     pub(crate) fn leading_to(&self, pid: u32) -> Vec<String> {
         let ways = self.ways.lock().unwrap();
         ways.iter().filter(|(_, leads)| **leads == pid).map(|(name, _)| name.clone()).collect()
@@ -212,7 +204,7 @@ impl SimAdmission {
         self.links.lock().unwrap().let_go();
     }
 
-    /// Takes note that the control daemon has ended. New programs wait for the next control daemon.
+    /// The control daemon has ended. New programs now wait for the next control daemon.
     pub(crate) fn end(&self) {
         {
             let ways = self.ways.lock().unwrap();
@@ -224,8 +216,7 @@ impl SimAdmission {
 }
 
 impl World {
-    /// The links of slices' directories that a supervisor of the service manages. A new supervisor makes its links at
-    /// once.
+    /// Returns the links that the supervisor of the control daemon manages. A new supervisor makes its links at once.
     pub(crate) fn admission(
         &mut self,
         id: &DaemonId,
@@ -244,7 +235,7 @@ impl World {
         Some(service.admissions.entry(id.clone()).or_insert_with(new).clone())
     }
 
-    /// The supervisors take another plan, and at once remove links of slices' directories that the plan does not need.
+    /// The supervisors take the service's new plan, and at once remove the links that the plan does not need.
     pub(crate) fn follow(&mut self) {
         let Some(service) = &self.service else { return };
         for (id, admission) in &service.admissions {
@@ -257,13 +248,12 @@ impl World {
         }
     }
 
-    /// True if an administrator has drained a slice.
     pub(crate) fn is_drained(&self, slice: &str) -> bool {
         self.drained.lock().unwrap().0.contains(slice)
     }
 
-    /// The PID of the control daemon to which the directory of a slice leads. None if the directory leads to no control
-    /// daemon.
+    /// Returns the PID of the control daemon to which the link of a slice points. `None` if the link points to no running
+    /// control daemon.
     pub(crate) fn leads_to(&self, slice: &str) -> Option<u32> {
         let pid = self.ways.lock().unwrap().get(slice).copied();
         pid.filter(|pid| self.daemons.contains_key(pid))
@@ -276,8 +266,8 @@ impl World {
         }
     }
 
-    /// An administrator drains a slice, or puts it into use again. After the service's answer a drained slice's
-    /// directory has no link to a control daemon, unless the answer says that the link can't be removed.
+    /// An administrator drains a slice, or opens it again. After the service's answer a drained slice has no link to a control
+    /// daemon, unless the answer says that the link can't be removed.
     pub(crate) fn drain(&mut self, dice: &mut Dice) {
         let all: Vec<String> = all_slices(&super::GPUS.map(str::to_owned)).map(|(name, _)| name).collect();
         if dice.one_in(4) {
@@ -288,7 +278,6 @@ impl World {
         }
     }
 
-    /// A user puts a file into the directory of a slice, or removes the file.
     fn put_obstacle(&mut self, name: &str) {
         let mut ways = self.ways.lock().unwrap();
         let was_there = ways.remove(name) == Some(OBSTACLE);
@@ -333,9 +322,8 @@ impl World {
         }
     }
 
-    /// The promise drained-takes-none: no directory of a drained slice has a link to a control daemon. The promise
-    /// a-slice-leads-home: a program that connects through the directory of a slice finds the control daemon that has
-    /// the GPU of the slice.
+    /// Checks two promises. `drained-takes-none`: no drained slice has a link to a control daemon. `a-slice-leads-home`: a
+    /// program that connects through a slice's link finds the control daemon that has the slice's GPU.
     pub(crate) fn check_ways(&self) {
         let drained = self.drained.lock().unwrap();
         for (name, pid) in &*self.ways.lock().unwrap() {
@@ -349,7 +337,7 @@ impl World {
         }
     }
 
-    /// True if the directory of each slice of these GPUs that is not drained leads to this control daemon.
+    /// True if the link of each slice of these GPUs that is not drained points to this control daemon.
     pub(crate) fn lead_here(&self, pid: u32, gpus: &[String]) -> bool {
         let Some(one) = self.daemons.get(&pid) else { return false };
         let (drained, ways) = (self.drained.lock().unwrap(), self.ways.lock().unwrap());

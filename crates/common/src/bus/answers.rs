@@ -1,4 +1,4 @@
-//! The answers of the daemon: everything that it publishes at this moment.
+//! The service's answers on D-Bus, for yunion-mpsctl and the other callers.
 
 use std::collections::BTreeSet;
 use std::ops::Deref;
@@ -15,26 +15,24 @@ use crate::bus::proxy::{BusError, DaemonProxy, Listed};
 use crate::bus::rows::{Client, ControlDaemon, Device, Event, Gpu, Service};
 use crate::host::proc;
 
-/// The longest time that the daemon may take to report its state. The report needs no work of the daemon. The time is short, so
-/// that a caller notices a stopped or hanging daemon earlier than a daemon that works on a request.
+/// The longest time that a caller waits for the service's state. The service reports its state without any work, unlike the
+/// answer to a request. So a caller can tell after this short time that the service is stopped or hangs.
 pub const SIGN_OF_LIFE: Duration = Duration::from_secs(10);
 
-/// Everything that the daemon publishes at one moment.
 #[derive(Debug)]
 pub struct Published {
     pub service: Listed<Service>,
     pub control_daemons: Vec<Listed<ControlDaemon>>,
-    /// None until the daemon knows its GPUs.
+    /// None until the service knows its GPUs.
     pub devices: Option<Vec<Listed<Device>>>,
     pub gpus: Vec<Listed<Gpu>>,
-    /// The clients, or the reason why the daemon did not list the clients: for the list, the daemon asks the control daemons, and
+    /// The error says why the service did not list its clients. To list its clients, the service asks the control daemons, and
     /// a control daemon may hang.
     pub clients: Result<Vec<Listed<Client>>, BusError>,
     pub events: Vec<Listed<Event>>,
     pub pid: Option<u32>,
 }
 
-/// The rows of an answer; None before the daemon knows its GPUs.
 pub fn known<R>(answer: Result<Vec<R>, BusError>) -> Result<Option<Vec<R>>, BusError> {
     match answer {
         Err(BusError::Refused(RequestError::NotReady(_))) => Ok(None),
@@ -42,7 +40,8 @@ pub fn known<R>(answer: Result<Vec<R>, BusError>) -> Result<Option<Vec<R>>, BusE
     }
 }
 
-/// The name under which the daemon publishes a slice or a GPU. The address in `name` may have any spelling.
+/// The name under which the service publishes a slice or a GPU. The PCI address in `name` may have any spelling, such as with
+/// or without the domain.
 pub fn published_name(name: &str, devices: &[Listed<Device>]) -> String {
     let (address, _) = DeviceName::parts(name);
     let ordinal = name.strip_prefix(address).unwrap_or_default();
@@ -54,7 +53,6 @@ pub fn published_name(name: &str, devices: &[Listed<Device>]) -> String {
     .map_or_else(|| name.to_owned(), |address| format!("{}{ordinal}", address.short()))
 }
 
-/// Returns whether `name` is the published name of the slice `device` or of the slice's GPU.
 pub fn is_called(device: &Device, name: &str) -> bool {
     let uuid = device.device_path.as_ref();
     device.addr == name
@@ -62,16 +60,11 @@ pub fn is_called(device: &Device, name: &str) -> bool {
         || uuid.is_some_and(|uuid| uuid.eq_ignore_ascii_case(name))
 }
 
-/// The published names of the slices that the client has.
 pub fn given(client: &Client) -> impl Iterator<Item = &str> {
     client.device.iter().flat_map(|names| names.split(',')).map(str::trim)
 }
 
 impl Published {
-    /// Asks the daemon for everything that it publishes.
-    ///
-    /// # Errors
-    /// The daemon does not answer, or answers with an error.
     pub async fn ask() -> Result<Self, BusError> {
         let daemon = DaemonProxy::connect().await?;
         let service = timeout(SIGN_OF_LIFE, daemon.service()).await.unwrap_or(Err(BusError::Silent))?;
@@ -88,24 +81,23 @@ impl Published {
         Ok(Self { service, control_daemons, devices, gpus, clients, events, pid })
     }
 
-    /// The main file on the command line of the service. None if the service's command line names no file, or if the service
-    /// reads its files below another directory than `sysroot`.
+    /// The main configuration file on the command line of the service. None if that command line names no file, or if the
+    /// service reads its files below another directory than `sysroot`.
     pub fn config(&self, sysroot: &Path) -> Option<PathBuf> {
         let arguments = Arguments::try_parse_from(proc::arguments(self.pid?)).ok()?;
-        // A relative path starts in the service's working directory. Only root may look up the service's working directory, so a
-        // relative path is not returned.
+        // A relative path starts in the service's working directory, which only root may read. So a relative path is not
+        // returned.
         arguments.config.filter(|file| file.is_absolute() && arguments.sysroot == sysroot)
     }
 
-    /// The number of clients on the GPUs with these UUIDs. A process that uses several GPUs counts once. None if the clients
-    /// are not known.
+    /// The number of clients on the GPUs with these UUIDs. A process that uses several GPUs counts once. None if the service
+    /// did not list its clients.
     pub fn clients_on(&self, gpus: &[String]) -> Option<usize> {
         let clients = self.clients.as_ref().ok()?;
         let pids = clients.iter().filter(|client| gpus.contains(&client.gpu)).map(|client| client.pid);
         Some(pids.collect::<BTreeSet<u32>>().len())
     }
 
-    /// The GPUs that the control daemon with this id serves.
     pub fn served_by<'p>(&'p self, id: &'p str) -> impl Iterator<Item = &'p Gpu> {
         self.gpus
             .iter()

@@ -1,4 +1,4 @@
-//! The signals that say that the service has published something new, for yunion-mpsctl.
+//! Follows the D-Bus signals with which the service reports that its published values have changed, for yunion-mpsctl.
 
 use tokio::select;
 use tokio::sync::watch;
@@ -7,9 +7,8 @@ use zbus::{Connection, MatchRule, MessageStream};
 
 use super::{MANAGER, NAME};
 
-/// Follows the service: the receiver sees a change once the service has published something new, has started, or has ended. A
-/// signal of the service does not say which value has changed. The receiver gets an error once the bus has closed the connection,
-/// so that the service can report no further change.
+/// Makes a receiver that sees a change after the service has published new values, has started, or has ended. The receiver does
+/// not see which value has changed. The receiver gets an error once the bus has closed the connection.
 pub(super) async fn on(connection: &Connection) -> zbus::Result<watch::Receiver<()>> {
     let of_service = format!("type='signal',sender='{NAME}',path='{MANAGER}'");
     let of_bus =
@@ -19,7 +18,8 @@ pub(super) async fn on(connection: &Connection) -> zbus::Result<watch::Receiver<
         let rule = MatchRule::try_from(rule.as_str())?;
         let mut signals = MessageStream::for_match_rule(rule, connection, None).await?;
         let tell = tell.clone();
-        // The task takes every signal at once: an unread signal would delay the answers behind the signal.
+        // The task reads every signal at once. zbus delivers signals and answers in their order, so an unread signal would
+        // delay the answers that come after that signal.
         tokio::spawn(async move {
             loop {
                 select! {

@@ -7,8 +7,8 @@ use zbus::names::ErrorName;
 pub use crate::published::request_error::RequestError;
 use crate::text::clean;
 
-// zbus can't derive `DBusError` for `RequestError`: the D-Bus name of one variant has another prefix than the names of the other
-// variants.
+// zbus can derive `DBusError` only for an enum whose D-Bus names have one prefix. The name of `AccessDenied` has another
+// prefix.
 impl DBusError for RequestError {
     fn create_reply(&self, call: &Header<'_>) -> zbus::Result<Message> {
         Message::error(call, self.name()).build(&clean(self.text()))
@@ -44,8 +44,8 @@ impl RequestError {
         self.name_and_text().1
     }
 
-    /// The error whose name on the bus is `name`. None if `name` is the name of an error of the bus itself, or of a newer
-    /// service.
+    /// The error with the D-Bus name `name`. None if the service has no error with this name: the error comes from the bus, or
+    /// from a newer service.
     pub(super) fn read(name: &str, text: String) -> Option<Self> {
         const ALL: [fn(String) -> RequestError; 11] = [
             RequestError::NotReady,

@@ -1,4 +1,4 @@
-//! The service on D-Bus: its names, the dictionaries of its answers, and the questions to it.
+//! The service on D-Bus: its names on the bus, the dictionaries of its answers, and the client side of its methods.
 
 pub mod answers;
 mod changes;

@@ -1,5 +1,5 @@
-//! The connection to the daemon for yunion-mpsctl. Each answer is returned as rows, whose keys are the keys of the D-Bus
-//! dictionaries, so that no other module needs D-Bus types.
+//! The connection of yunion-mpsctl to the service. The methods return rows, whose fields are the keys of the D-Bus
+//! dictionaries. So no other module needs D-Bus types.
 
 use std::collections::HashMap;
 use std::io;
@@ -22,31 +22,29 @@ use super::rows::{Client, ControlDaemon, Device, Event, Gpu, Service};
 use crate::host::variant::json;
 use crate::published::container::{ContainerConfig, Mount};
 
-/// The time that yunion-mpsctl waits for the answer to a request: a little longer than the time after which the daemon gives up
-/// on the request.
+/// The time that yunion-mpsctl waits for the answer to a request. The service gives up on a request a little earlier, so that
+/// yunion-mpsctl gets the service's error instead of a timeout.
 const ANSWER_DEADLINE: Duration = Duration::from_secs(75);
 
-/// The time that the bus has to accept the connection, which takes milliseconds. The deadline of a method call starts once the
-/// bus has accepted the connection.
+/// The time that the bus may take to accept the connection, which normally takes milliseconds. The deadline of a method call
+/// does not cover the connection.
 const CONNECT_DEADLINE: Duration = Duration::from_secs(10);
 
-/// The time that yunion-mpsctl waits until the service has counted the clients: a little longer than the service needs at most.
 const LOOK_TIMEOUT: Duration = Duration::from_secs(3);
 
 #[derive(Debug, thiserror::Error)]
 pub enum BusError {
     #[error("yunion-mps-daemon is not running; start it with: systemctl start yunion-mps-daemon")]
     NotRunning,
-    /// The daemon has answered with an error, or the bus has refused the call.
     #[error("{0}")]
     Refused(RequestError),
-    /// The bus has answered instead of the daemon, or a newer daemon has answered with an error that this version does not know.
+    /// The bus has answered instead of the service, or a newer service has answered with an error that this version does not
+    /// know.
     #[error("{text}")]
     Other { name: String, text: String },
-    /// The bus has delivered the call, but no answer came in time.
     #[error("yunion-mps-daemon does not answer; journalctl -u yunion-mps-daemon may say why")]
     Silent,
-    /// The bus can't be reached, or the answer can't be read.
+    /// The bus can't be reached, or the answer can't be parsed.
     #[error("the system bus: {0}")]
     Bus(zbus::Error),
 }
@@ -67,8 +65,8 @@ impl From<zbus::Error> for BusError {
                 }
                 error => refused(error.name().as_str(), error.description()),
             },
-            // zbus returns this error only for a method call without an answer in time, so the service is silent. Connecting
-            // to the bus has a deadline of its own.
+            // zbus returns this error only for a method call without an answer in time. A connection that takes too long can't
+            // end here: `connect` has its own deadline and its own error.
             zbus::Error::InputOutput(failed) if failed.kind() == io::ErrorKind::TimedOut => Self::Silent,
             _ => Self::Bus(error),
         }
@@ -84,8 +82,8 @@ impl From<fdo::Error> for BusError {
     }
 }
 
-/// A row of an answer of the daemon, such as one slice or one GPU. The JSON of the row has every key of the D-Bus dictionary,
-/// also keys that this version of yunion-mpsctl does not know.
+/// One row of an answer, such as one slice or one GPU. Serialized, the row has every key of the D-Bus dictionary, also the keys
+/// that this version of yunion-mpsctl does not know.
 #[derive(Debug, Clone)]
 pub struct Listed<R> {
     row: R,
@@ -119,7 +117,6 @@ impl<'de, R: DeserializeOwned> Deserialize<'de> for Listed<R> {
 }
 
 impl<R: DeserializeOwned> Listed<R> {
-    /// Fails if a value has another type than this version expects.
     pub fn read(all: Map<String, Value>) -> zbus::Result<Self> {
         let row = serde_json::from_value(Value::Object(all.clone()));
         let row = row.map_err(|error| zbus::Error::Failure(format!("unreadable answer: {error}")))?;
@@ -141,45 +138,40 @@ impl Type for Mount {
     default_path = "/io/yunion/Mps1/Manager"
 )]
 pub trait Manager {
-    /// The slices, in the order of the configuration.
+    /// In the order of the configuration.
     #[zbus(name = "ListDevices")]
     fn devices(&self) -> Result<Vec<Listed<Device>>, BusError>;
 
-    /// The GPUs, in the order of the configuration.
+    /// In the order of the configuration.
     #[zbus(name = "ListGpus")]
     fn gpus(&self) -> Result<Vec<Listed<Gpu>>, BusError>;
 
     #[zbus(name = "ListControlDaemons")]
     fn control_daemons(&self) -> Result<Vec<Listed<ControlDaemon>>, BusError>;
 
-    /// The last events, oldest first.
+    /// The oldest of the recent events comes first.
     #[zbus(name = "ListEvents")]
     fn events(&self) -> Result<Vec<Listed<Event>>, BusError>;
 
-    /// The processes that use the GPUs at this moment.
     #[zbus(name = "ListClients")]
     fn clients(&self) -> Result<Vec<Listed<Client>>, BusError>;
 
     #[zbus(name = "LookAtClients")]
     fn have_clients_counted(&self) -> zbus::Result<()>;
 
-    /// Ends the GPU work of a process, and returns when the process is no client any more.
     fn terminate_client(&self, pid: u32) -> Result<(), BusError>;
 
-    /// The settings with which a container can use these devices.
     #[zbus(name = "GetContainerConfig")]
     fn container_config(&self, devices: &[String]) -> Result<ContainerConfig, BusError>;
 
     fn take_devices(&self, devices: &[String], options: &OptionValues<'_>) -> Result<TakenAnswer, BusError>;
 }
 
-/// The answer of `TakeDevices`: the names of the devices, then the fields of [`ContainerConfig`].
+/// The answer of `TakeDevices`: the names of the slices, then the fields of [`ContainerConfig`].
 type TakenAnswer = (Vec<String>, Vec<(String, String)>, Vec<Mount>, Vec<String>);
 
-/// The options of `Bind`, `Unbind` and `TakeDevices`.
 type OptionValues<'o> = HashMap<&'static str, Variant<'o>>;
 
-/// The slices that a caller asks for.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct SliceWish {
     /// The names of slices and GPUs as `yunion-mpsctl list` shows them. The name of a GPU stands for one slice of the GPU.
@@ -187,11 +179,10 @@ pub struct SliceWish {
     /// True if the caller wants one slice: the slice with the fewest clients among those in `names`, or among all slices if
     /// `names` is empty. False if the caller wants every slice in `names`.
     pub free: bool,
-    /// True if the slices may be shared with other programs. False if the caller wants the slices alone.
+    /// True if other programs may use the slices too. False if the caller wants the slices alone.
     pub share: bool,
 }
 
-/// A control group as a caller names it.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum GroupOf {
     Process(u32),
@@ -207,16 +198,15 @@ impl GroupOf {
     }
 }
 
-/// A signal that a container runtime is about to send.
+/// A signal that a container runtime is about to send to a container.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct ContainerStop {
-    /// The first process of the container.
+    /// The first process of the container (PID 1 inside the container).
     pub pid: u32,
-    /// The id of the container in the container runtime. The id may be empty.
+    /// The id that the container runtime uses for the container. Empty if the caller does not know the id.
     pub container: String,
-    /// The number of the signal that the container runtime is about to send.
     pub signal: u32,
-    /// True if every process of the container gets the signal, not only the first one.
+    /// True if the container runtime sends the signal to every process of the container. False if only to the first process.
     pub to_all: bool,
 }
 
@@ -237,8 +227,8 @@ trait Control {
     fn undrain(&self, names: &[String]) -> zbus::Result<()>;
 }
 
-/// Turns the bus's refusal of a method that is only for root into an error that says that only root may call the method. The
-/// bus's own error text speaks of policy rules.
+/// Replaces the text of an "access denied" error with "only root may do this". The bus's own text speaks of policy rules, which
+/// says nothing to a user.
 fn for_root<T>(answer: zbus::Result<T>) -> Result<T, BusError> {
     answer.map_err(|error| match BusError::from(error) {
         BusError::Refused(RequestError::AccessDenied(_)) => {
@@ -248,18 +238,16 @@ fn for_root<T>(answer: zbus::Result<T>) -> Result<T, BusError> {
     })
 }
 
-/// The error for a user whom the bus policy refuses.
 const NOT_A_MEMBER: &str = "only root and the group yunion-mps may ask the service; join the group with `sudo usermod \
                             -aG yunion-mps $USER` and log in again";
 
-/// Returns whether the bus (dbus-daemon or dbus-broker) has refused a call because of its policy. The bus refuses root only if
-/// the service's policy is not installed.
+/// True if the bus (dbus-daemon or dbus-broker) and not the service has refused a call. For root the answer is false: the bus
+/// refuses root only if the service's policy is not installed, and the advice in `NOT_A_MEMBER` would not help.
 fn is_from_bus(refusal: &str) -> bool {
     let of_a_bus = ["Rejected send message", "Sender is not authorized to send message"];
     !rustix::process::geteuid().is_root() && of_a_bus.iter().any(|text| refusal.starts_with(text))
 }
 
-/// The connection to the service. `Deref` gives the methods of the interface `io.yunion.Mps1.Manager`.
 #[derive(Debug, Clone)]
 pub struct DaemonProxy {
     manager: ManagerProxy<'static>,
@@ -275,8 +263,8 @@ impl Deref for DaemonProxy {
 }
 
 impl DaemonProxy {
-    /// Connects to the system bus (`DBUS_SYSTEM_BUS_ADDRESS`, if set). Connecting succeeds even if the daemon is missing: in that
-    /// case the first method call fails.
+    /// Connects to the system bus (`DBUS_SYSTEM_BUS_ADDRESS`, if set). Connecting succeeds even if the service does not run.
+    /// Then the first method call fails.
     pub async fn connect() -> Result<Self, BusError> {
         let joined = Builder::system().method_timeout(ANSWER_DEADLINE).build();
         let connection = timeout(CONNECT_DEADLINE, joined).await.unwrap_or_else(|_| {
@@ -291,31 +279,31 @@ impl DaemonProxy {
         Ok(Self { manager, control })
     }
 
-    /// Subscribes to the signals with which the service reports changes of its published values: the receiver sees a change after
-    /// each of them, and gets an error once the bus has closed the connection.
+    /// Makes a receiver that sees a change after each signal with which the service reports that its published values have
+    /// changed. The receiver gets an error once the bus has closed the connection.
     pub async fn changes(&self) -> Result<watch::Receiver<()>, BusError> {
         Ok(changes::on(self.manager.inner().connection()).await?)
     }
 
-    /// Asks the service to count the clients, so that the next answers of `devices` and `gpus` have the present numbers of
-    /// clients. Errors of the request are ignored, since older numbers are worth showing too: an older service does not know this
-    /// call, a busy service refuses it, and a service that waits for a hung GPU takes too long.
+    /// Asks the service to count the clients, so that the next answers of `devices` and `gpus` have fresh numbers of clients.
+    /// Errors are ignored, since older numbers are worth showing too. An older service lacks this method, a busy service
+    /// refuses the request, and a service that waits for a hung GPU takes too long.
     pub async fn look_at_clients(&self) {
         let _ = timeout(LOOK_TIMEOUT, self.manager.have_clients_counted()).await;
     }
 
-    /// Ends the GPU work of the clients of these slices, and returns when no client of these slices is left. Only for root.
+    /// Ends the GPU work of the clients of these slices, and returns once these slices have no client. Only for root.
     pub async fn release_devices(&self, devices: &[String]) -> Result<(), BusError> {
         for_root(self.control.release_devices(devices).await)
     }
 
-    /// Ends the GPU work of the clients in a container, and returns when no client of the container is left. Only for root.
+    /// Ends the GPU work of the clients in a container, and returns once the container has no client. Only for root.
     pub async fn release_container(&self, id: &str) -> Result<(), BusError> {
         for_root(self.control.release_container(id).await)
     }
 
-    /// Ends the GPU work of the clients that a signal to a container may kill, and returns when the work has ended. Only for
-    /// root.
+    /// Ends the GPU work of all clients that the container runtime's signal may kill, and returns once that work has ended.
+    /// Only for root.
     pub async fn release_group(&self, stop: &ContainerStop) -> Result<(), BusError> {
         let ContainerStop { pid, container, signal, to_all } = stop;
         let options = OptionValues::from([
@@ -326,14 +314,12 @@ impl DaemonProxy {
         for_root(self.control.release_group(*pid, &options).await)
     }
 
-    /// Asks for slices for a program. Returns the names of the slices and the settings with which the program uses them.
     pub async fn take(&self, wish: &SliceWish) -> Result<(Vec<String>, ContainerConfig), BusError> {
         let options = OptionValues::from([("free", wish.free.into()), ("share", wish.share.into())]);
         let (taken, environment, mounts, gpus) = self.manager.take_devices(&wish.names, &options).await?;
         Ok((taken, ContainerConfig { environment, mounts, gpus }))
     }
 
-    /// Gives slices to a control group, and returns their names. Only for root.
     pub async fn bind(
         &self,
         wish: &SliceWish,
@@ -345,36 +331,35 @@ impl DaemonProxy {
         for_root(self.control.bind(&wish.names, pid, &options).await)
     }
 
-    /// Ends the binding of a control group. Only for root.
     pub async fn unbind(&self, group: &GroupOf) -> Result<(), BusError> {
         let (pid, options) = group.pid_and_options();
         for_root(self.control.unbind(pid, &options).await)
     }
 
-    /// Drains slices and GPUs: they take no new clients. An empty list drains everything. Only for root.
+    /// Drains slices and GPUs, so that they take no new clients. An empty list drains every GPU. Only for root.
     pub async fn drain(&self, names: &[String]) -> Result<(), BusError> {
         for_root(self.control.drain(names).await)
     }
 
-    /// Puts drained slices and GPUs into use again. An empty list means every slice and GPU. Only for root.
+    /// Makes drained slices and GPUs take clients again. An empty list stands for every slice and GPU. Only for root.
     pub async fn undrain(&self, names: &[String]) -> Result<(), BusError> {
         for_root(self.control.undrain(names).await)
     }
 
-    /// Asks the service to read its configuration again. Returns the generation of the published devices after the reload. Only
-    /// for root.
+    /// Asks the service to read its configuration again. Returns the `generation` of the published values after the reload.
+    /// Only for root.
     pub async fn reload(&self) -> Result<u64, BusError> {
         for_root(self.control.reload().await)
     }
 
-    /// Asks the service to make the changes that wait until clients have ended. With `force`, the service ends the clients.
+    /// Asks the service to make the changes that wait until clients have ended. With `force`, the service ends these clients.
     /// Only for root.
     pub async fn apply(&self, force: bool) -> Result<(), BusError> {
         for_root(self.control.apply(force).await)
     }
 
-    /// The properties of the interface `io.yunion.Mps1.Manager`. The keys are written like the keys of other answers, such as
-    /// `state_reason` for the property `StateReason`.
+    /// The properties of the interface `io.yunion.Mps1.Manager`, under names such as `state_reason` for the property
+    /// `StateReason`.
     pub async fn service(&self) -> Result<Listed<Service>, BusError> {
         let proxy = self.manager.inner();
         let properties = PropertiesProxy::new(proxy.connection(), proxy.destination(), proxy.path()).await?;
@@ -382,7 +367,7 @@ impl DaemonProxy {
         Ok(Listed::read(values.iter().map(|(name, value)| (key(name), json(value))).collect())?)
     }
 
-    /// The PID of the service, which the bus has from the kernel.
+    /// The PID of the service as the bus reports it. The bus has the PID from the kernel, so no process can forge it.
     pub async fn service_pid(&self) -> Result<u32, BusError> {
         let proxy = self.manager.inner();
         let bus = fdo::DBusProxy::new(proxy.connection()).await?;

@@ -1,8 +1,7 @@
-//! The dictionaries on the bus, each as a struct: the service makes the struct from the Snapshot, and yunion-mpsctl reads the
-//! struct from an answer. Each key of a dictionary is one line of a list in this file, with the key's type and the source of its
-//! value; the XML files in `config` describe the meaning of each key. Some keys are the platform's JSON names; the other keys are
-//! additions of this service. Objects on the bus have the values of the dictionaries as properties, under the same names in
-//! CamelCase.
+//! The dictionaries on the bus, each as a struct. The service makes the struct from the Snapshot, and yunion-mpsctl reads the
+//! struct from an answer. Each key of a dictionary is one line of a list in this file, with the key's type and the expression
+//! for its value. The XML files in `config` describe the meaning of each key. Objects on the bus have the same values as
+//! properties, under the same names in `CamelCase`.
 
 use std::borrow::Cow;
 use std::collections::BTreeMap;
@@ -29,23 +28,23 @@ use crate::published::events;
 use crate::published::snapshot::{GpuView, Snapshot, State};
 use crate::text::clean;
 
-/// An `a{sv}`. A key without a known value is left out.
+/// A D-Bus dictionary (`a{sv}`). A key whose value is not known is absent.
 pub type Dict = BTreeMap<&'static str, Variant<'static>>;
 
-/// A struct that is a dictionary on the bus. Serde writes the struct to the D-Bus message directly, without building a dictionary
-/// first.
+/// A struct that is a dictionary on the bus. Serde writes the struct to the D-Bus message directly, without building a
+/// dictionary first.
 pub trait Row: Serialize + Type {
-    /// The keys with an annotation, "const" or "false", as in the D-Bus annotation `EmitsChangedSignal`.
+    /// The keys that have an annotation `EmitsChangedSignal`, with the annotation's value: "const" or "false".
     const EMITS: &[(&str, &str)];
 
-    /// Returns whether the value of this key changes so often that the service sends no signal about the changes.
+    /// True if the value of this key changes so often that the service sends no signal about its changes.
     fn is_silent(key: &str) -> bool {
         Self::EMITS.contains(&(key, "false"))
     }
 
     fn dict(&self) -> Dict;
 
-    /// Writes the known values of the row. `named` turns a key of the row into the name under which the value is written.
+    /// Writes the known values of the row. The function `named` turns a key of the row into the name that is written.
     fn write<M: SerializeMap>(
         &self,
         map: &mut M,
@@ -53,7 +52,6 @@ pub trait Row: Serialize + Type {
     ) -> Result<(), M::Error>;
 }
 
-/// A row as the properties of an interface. None if the interface has no properties.
 #[derive(Debug)]
 pub struct Properties<R>(pub Option<R>);
 
@@ -67,8 +65,8 @@ impl<R: Row> Serialize for Properties<R> {
     }
 }
 
-/// An object that shows a row as its properties. The object has no copy of the row: each value is made when a caller asks for
-/// it.
+/// A D-Bus object with the values of a row as its properties. The object stores no row. When a caller asks for a property, the
+/// object computes only that property's value.
 pub trait Object: Interface + Clone {
     type Row: Row + PartialEq;
 
@@ -77,12 +75,10 @@ pub trait Object: Interface + Clone {
     fn path(&self) -> String;
 }
 
-/// A value that can be sent on the bus under a key of a dictionary.
 trait OnBus {
-    /// The Rust type of the value on the bus.
     type Wire: Into<Variant<'static>> + Serialize + Type;
 
-    /// The value for the bus, without text that the bus does not accept. None if the value is not known.
+    /// The value for the bus, without characters that the bus does not accept. None if the value is not known.
     fn wire(&self) -> Option<Self::Wire>;
 }
 
@@ -140,7 +136,6 @@ impl OnBus for PcieInfo {
     }
 }
 
-/// Defines a row: its name, its sources, and its keys, each with the type and an expression for the value.
 macro_rules! row {
     (
         $(#[$doc:meta])*
@@ -196,8 +191,8 @@ macro_rules! row {
     };
 }
 
-/// Defines a row and the properties of the D-Bus object that shows the row. The value of a key with "const" in front never
-/// changes while the object exists. Changes of the value of a key with "false" in front cause no signal.
+/// Defines a row, and the properties of the D-Bus object that has the row's values. The value of a key with "const" in front
+/// never changes while the object exists. When the value of a key with "false" in front changes, the service sends no signal.
 macro_rules! object {
     (
         $(#[$doc:meta])*
@@ -223,7 +218,7 @@ macro_rules! object {
     };
 }
 
-/// Defines the row of a GPU or of a slice, with the keys that both have.
+/// Defines the row of a GPU or of a slice: the keys in `$own`, and the keys that GPUs and slices both have.
 macro_rules! gpu_object {
     (
         $(#[$doc:meta])*
@@ -258,7 +253,6 @@ macro_rules! gpu_object {
 }
 
 gpu_object! {
-    /// A slice, as `ListDevices` has it.
     Device(gpu: &GpuView, slice: u32) by Slice on "io.yunion.Mps1.Device" as &Slice(ref gpu, slice) => {
         "const" addr: String = gpu.slice_name(slice);
         "const" base_addr: String = gpu.plan.gpu.id().to_string();
@@ -266,8 +260,8 @@ gpu_object! {
         bound_to: String = gpu.bound.get(&slice).map(|bound| bound.by.clone()).unwrap_or_default();
         "false" clients: Option<u32> = gpu.slice_use(slice).map(|one| one.clients);
         "const" dev_type: String = "NVIDIA_MPS".to_owned();
-        // The platform's default is -1 for `device_minor` and for `index`. If the service published another number, the platform
-        // would conclude that the device has changed.
+        // The platform's host agent has -1 for `device_minor` and for `index` by default. If the service published another
+        // number, the host agent would conclude that the device has changed.
         "const" device_minor: i32 = -1;
         drained: bool = gpu.drained.contains(&slice);
         healthy: bool = gpu.slice_healthy(slice);
@@ -290,7 +284,6 @@ gpu_object! {
 }
 
 gpu_object! {
-    /// A GPU, as `ListGpus` has it.
     Gpu(gpu: &GpuView) by WholeGpu on "io.yunion.Mps1.Gpu" as WholeGpu(gpu) => {
         addr: String = gpu.plan.gpu.id().to_string();
         base_addr: String = gpu.plan.gpu.id().to_string();
@@ -315,11 +308,9 @@ gpu_object! {
     }
 }
 
-/// The D-Bus object of a slice: the GPU, and the slice's ordinal on the GPU.
 #[derive(Debug, Clone)]
 pub struct Slice(pub Arc<GpuView>, pub u32);
 
-/// The D-Bus object of a GPU.
 #[derive(Debug, Clone)]
 pub struct WholeGpu(pub Arc<GpuView>);
 
@@ -330,7 +321,6 @@ impl Object for Slice {
         Device::from_view(&self.0, self.1)
     }
 
-    /// The path is made from the slice's name.
     fn path(&self) -> String {
         format!("{ROOT}/devices/{}", path_element(&self.0.slice_name(self.1)))
     }
@@ -343,7 +333,8 @@ impl Object for WholeGpu {
         Gpu::from_view(&self.0)
     }
 
-    /// The path is made from the UUID, which stays with the board, or from the address while the driver does not report the UUID.
+    /// The path has the GPU's UUID, which stays the same when the board moves to another PCI slot. While the driver does not
+    /// report the UUID, the path has the PCI address.
     fn path(&self) -> String {
         let name = match self.0.uuid() {
             "" => self.0.plan.gpu.id().to_string(),
@@ -354,7 +345,6 @@ impl Object for WholeGpu {
 }
 
 row! {
-    /// The abilities of a GPU's PCI Express link.
     PcieInfo(link: &PcieLink) {
         lane_width: Option<i32> = i32::try_from(link.width).ok().filter(|width| *width > 0);
         throughput: String = link.throughput();
@@ -364,7 +354,6 @@ row! {
 }
 
 row! {
-    /// The properties of the interface `io.yunion.Mps1.Manager`.
     Service(snapshot: &Snapshot) {
         driver_version: String = snapshot.driver_version.clone();
         enabled: bool = snapshot.enabled;
@@ -378,7 +367,6 @@ row! {
 }
 
 row! {
-    /// A control daemon, with the GPUs that it serves.
     ControlDaemon(daemon: &ControlDaemonView, snapshot: &Snapshot) {
         control_directory: String = path(&daemon.control_directory);
         cpus: Option<String> = daemon.cpus.clone();
@@ -401,7 +389,7 @@ row! {
 }
 
 row! {
-    /// An event, with its time in microseconds.
+    /// An event, as `ListEvents` returns it. The key `at` is in microseconds since 1970.
     Event(event: &events::Event) {
         at: i64 = microseconds(event.at);
         ended_clients: Option<String> = Some(event.ended_clients.clone()).filter(|clients| !clients.is_empty());
@@ -412,7 +400,6 @@ row! {
 }
 
 row! {
-    /// A process that uses a GPU.
     Client(client: &ClientView) {
         bypass: bool = client.bypass;
         command: String = client.command.clone();
@@ -434,8 +421,8 @@ row! {
     }
 }
 
-/// One of the names that the host agent's records have for the client's container: the function `name` selects the name. None if
-/// the records lack the selected name.
+/// One of the names that the host agent's records have for the client's container. The function `name` selects which name. None
+/// if the records lack that name.
 fn guest_name(client: &ClientView, name: fn(&GuestContainer) -> &String) -> Option<String> {
     client.client.guest.as_ref().map(name).filter(|name| !name.is_empty()).cloned()
 }
@@ -457,8 +444,8 @@ pub fn property_name(key: &str) -> String {
     name
 }
 
-/// Turns a name, such as `00:06.0-1`, into an element of a D-Bus object path, such as `_00_06_0_1`. Letters and digits of the
-/// name stay. The element does not begin with a digit, since some languages use the element as an identifier.
+/// Turns a name, such as `00:06.0-1`, into an element of a D-Bus object path, such as `_00_06_0_1`. The element does not begin
+/// with a digit, since bindings for some programming languages use the element as an identifier.
 fn path_element(name: &str) -> String {
     let mut element: String = name.chars().map(|c| if c.is_ascii_alphanumeric() { c } else { '_' }).collect();
     if !element.starts_with(|c: char| c.is_ascii_alphabetic()) {
@@ -475,7 +462,7 @@ fn mib(mib: u64) -> i32 {
     i32::try_from(mib).unwrap_or(i32::MAX)
 }
 
-/// An amount of memory in MiB as the value of a key. None if the number is 0, which means that the memory is not known.
+/// An amount of memory in MiB as the value of a key. None for 0, which means that the amount is not known.
 fn known_mib(known: u64) -> Option<i32> {
     (known > 0).then(|| mib(known))
 }

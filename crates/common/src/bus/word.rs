@@ -1,4 +1,4 @@
-//! A word on the bus that stands for a variant of an enum.
+//! A string on the bus that stands for a variant of an enum.
 
 use std::convert::Infallible;
 use std::fmt;
@@ -7,8 +7,8 @@ use std::str::FromStr;
 use serde::{Deserialize, Deserializer};
 use strum::VariantNames;
 
-/// A word in an answer of the service. A newer service may use a word that this version does not know. `Unknown` keeps a word
-/// that this version does not know, and equals no variant of `E`.
+/// A string in an answer of the service that stands for a variant of `E`. A newer service may send a string that this version
+/// does not know. `Unknown` has such a string, and differs from every variant of `E`.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Word<E> {
     Known(E),
@@ -16,21 +16,21 @@ pub enum Word<E> {
 }
 
 impl<E: Copy> Word<E> {
-    /// The variant of `E` for which the word stands. None if this version does not know the word.
+    /// None if this version does not know the word.
     pub fn known(&self) -> Option<E> {
         if let Self::Known(meaning) = self { Some(*meaning) } else { None }
     }
 }
 
 impl<E: VariantNames> Word<E> {
-    /// The words of all variants, and this word too if this version does not know it.
+    /// The words of all variants of `E`. If this version does not know `self`, the word of `self` follows.
     pub fn and_others(&self) -> impl Iterator<Item = &str> {
         let unknown = if let Self::Unknown(word) = self { Some(word.as_str()) } else { None };
         E::VARIANTS.iter().copied().chain(unknown)
     }
 }
 
-/// The empty word stands for a key that the service's answer lacks.
+/// The empty word is the value of a key that is absent from the service's answer.
 impl<E> Default for Word<E> {
     fn default() -> Self {
         Self::Unknown(String::new())

@@ -1,4 +1,4 @@
-//! The changes that a reload would make: the plan compared with the published values.
+//! The changes that a reload would make: a comparison of the new plan with the published values.
 
 use std::fmt;
 use std::path::Path;
@@ -30,38 +30,33 @@ pub struct Difference {
 pub enum DifferenceKind {
     Enabled,
     Devices,
-    /// The memory limit of a GPU's slices.
     MemoryLimit,
-    /// The active thread percentage of the slices.
     ThreadPercentage,
-    /// The largest number of clients of a slice.
     MaxClients,
     PipeDirectory,
     ControlDaemon,
 }
 
-/// The time when a change of a reload takes effect, and its effect on clients.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 #[serde(tag = "when", rename_all = "kebab-case")]
 pub enum Effect {
     /// The change takes effect at once, for clients that start after the reload.
     Live,
-    /// The change waits until the clients of the present control daemon have ended. The service then replaces the control
-    /// daemon.
+    /// The change takes effect after the clients of the present control daemon have ended. Then the service replaces the
+    /// control daemon.
     Waits {
-        /// The number of clients of the present control daemon; null if it is unknown.
+        /// The number of clients of the present control daemon. None (null in JSON) if the number is unknown.
         clients: Option<usize>,
-        /// The reason why the change needs a new control daemon.
         reason: String,
-        /// True if new clients are not served while the change waits.
+        /// True if the service takes no new clients while the change waits.
         out_meanwhile: bool,
     },
     /// The change takes effect at once, and ends the GPU work of all clients.
     Ends {
-        /// The number of clients that lose their work; null if it is unknown.
+        /// The number of clients that lose their work. None (null in JSON) if the number is unknown.
         clients: Option<usize>,
     },
-    /// The change does not take effect: the service refuses the reload for this reason.
+    /// The change does not take effect, since the service refuses the reload.
     Refused { reason: String },
 }
 
@@ -125,14 +120,13 @@ impl fmt::Display for Difference {
     }
 }
 
-/// The changes that a reload of the service with the plan `plan` would make. The error is the reason why the changes are not
-/// known.
+/// The changes that a reload would make if it led to `plan`. The error says why the changes are not known.
 pub fn differences(loaded: &Loaded, plan: &Plan, published: &Published) -> Result<Vec<Difference>, String> {
     if published.devices.is_none() {
         return Err("the service does not know the GPUs of this host yet".to_owned());
     }
-    // Like the service, the check removes unusable private directories from the plan before it compares the plan with the running
-    // control daemons.
+    // The service removes unusable private directories from a plan before it compares the plan with the running control
+    // daemons. The check does the same, so that both find the same changes.
     let mut plan = plan.clone();
     for daemon in &mut plan.control_daemons {
         give_up_private_directory(daemon);
@@ -167,7 +161,6 @@ pub fn differences(loaded: &Loaded, plan: &Plan, published: &Published) -> Resul
     Ok(comparison.differences)
 }
 
-/// The plan, the published values, and the differences that were found.
 struct Comparison<'a> {
     plan: &'a Plan,
     published: &'a Published,
@@ -199,7 +192,7 @@ impl Comparison<'_> {
             let clients = published.clients_on(&daemon.gpus);
             let Some(planned) = plan.control_daemons.iter().find(|planned| planned.id == DaemonId::from(id))
             else {
-                // If no published GPU has this control daemon's id, the control daemon is about to end anyway.
+                // If no published GPU has this control daemon's id, the control daemon ends without a reload too.
                 if published.served_by(id).next().is_some() {
                     let reason = "this control daemon is no longer needed".to_owned();
                     let effect = Effect::Waits { clients, reason, out_meanwhile: false };
@@ -253,14 +246,14 @@ impl Comparison<'_> {
         }
     }
 
-    /// Compares the present memory limit and thread percentage with the planned size, of a slice or of a GPU whose slices are
-    /// equal.
+    /// Compares a present memory limit and thread percentage with the planned ones. `name` is a slice, or a GPU with equal
+    /// slices.
     fn size(&mut self, name: &str, uuid: &str, [memory, threads]: [Option<i32>; 2], to: SliceSize) {
         for (kind, from, to) in [
             (DifferenceKind::MemoryLimit, memory, to.memory_mib),
             (DifferenceKind::ThreadPercentage, threads, to.thread_percentage.into()),
         ] {
-            // A limit of 0 in the plan means that the limit is unknown, so such a limit is not compared.
+            // In the plan, a memory limit of 0 means that the limit is unknown.
             if let Some(from) = from.filter(|from| to > 0 && u64::try_from(*from) != Ok(to)) {
                 self.add(kind, name, [&from, &to], self.effect_for(uuid));
             }
@@ -271,7 +264,7 @@ impl Comparison<'_> {
         if let (Some(from), Some(to)) = (from, to)
             && from != to
         {
-            // The service itself enforces the limit of clients, so no control daemon has to be replaced.
+            // The service itself enforces the limit on clients, so the service need not replace a control daemon.
             self.add(DifferenceKind::MaxClients, name, [&from, &to], Effect::Live);
         }
     }
@@ -285,8 +278,8 @@ impl Comparison<'_> {
                 published.control_daemons.iter().find(|daemon| *daemon.id == *planned.id.to_string())?;
             Some((planned, daemon))
         });
-        // Control daemons of single slices take turns on a GPU, so none of them has to wait for the end of another control
-        // daemon.
+        // With a control daemon for each slice, several control daemons use a GPU in turns. So a control daemon for a slice
+        // need not wait until another control daemon for a slice has ended.
         let keeps = |holder: &Listed<rows::ControlDaemon>| {
             planned.is_none_or(|one| DaemonId::from(holder.id.as_str()).tenure().keeps_from(one.tenure()))
         };
@@ -308,7 +301,7 @@ impl Comparison<'_> {
     }
 }
 
-/// Returns whether the service already plans this control daemon, which waits until other control daemons have left its GPUs.
+/// True if the service already plans this control daemon, and starts it once other control daemons have released its GPUs.
 fn ordered(planned: &ControlDaemonPlan, published: &Published) -> bool {
     planned.gpus.iter().all(|served| {
         published.gpus.iter().any(|gpu| {
@@ -319,8 +312,8 @@ fn ordered(planned: &ControlDaemonPlan, published: &Published) -> bool {
     })
 }
 
-/// Returns whether the planned control daemon has another pipe directory than the running control daemon. If the directories
-/// differ, the clients of the running control daemon have to end first, and new clients do not find the running control daemon.
+/// True if the planned control daemon has another pipe directory than the running control daemon. Then new clients do not find
+/// the running control daemon, whose clients have to end first.
 fn moves(planned: &ControlDaemonPlan, daemon: &rows::ControlDaemon) -> bool {
     planned.pipe_directory != Path::new(&daemon.pipe_directory)
 }
@@ -331,8 +324,8 @@ fn misfit(planned: &ControlDaemonPlan, daemon: &rows::ControlDaemon) -> Option<S
         control_directory: Path::new(&daemon.control_directory),
         log_directory: Path::new(&daemon.log_directory),
         gpus: &daemon.gpus,
-        // A control daemon that has not started yet does not publish `multiuser`. For a control daemon without a published value,
-        // the check assumes the planned value.
+        // A control daemon that has not started yet has no published value of `multiuser`. The check assumes the planned value,
+        // so that `multiuser` is no reason for a replacement.
         multiuser: daemon.multiuser.unwrap_or(planned.multiuser),
         near_cpus: daemon.wanted_cpus.is_some(),
     };
@@ -343,7 +336,7 @@ fn count(gpu: &Gpu) -> u64 {
     u64::try_from(gpu.virtual_num).unwrap_or_default()
 }
 
-/// The names of consecutive slices of a GPU as text, such as `00:06.0-4` for one slice, or `00:06.0-4 to 00:06.0-7`.
+/// The names of the slices from `from` to `to` - 1, such as `00:06.0-4 to 00:06.0-7`, or `00:06.0-4` for a single slice.
 fn slices(gpu: &str, from: u64, to: u64) -> String {
     match to.saturating_sub(1) {
         last if last <= from => format!("{gpu}-{from}"),

@@ -1,4 +1,4 @@
-//! The check of a configuration: shows the plan or the errors, and changes nothing.
+//! The check of a configuration. The check shows the plan or the errors, and changes nothing.
 
 pub mod difference;
 pub mod report;
@@ -16,13 +16,13 @@ use crate::host::nvml::{Driver, GpuQuestions};
 use crate::plan::{self, GpuPlan, Missing, Plan, PlanError};
 use crate::problem::{LocatedProblem, Problem};
 
-/// The exit status of a wrong configuration (`EX_CONFIG`), after which the unit is not restarted.
+/// The exit status for a wrong configuration (`EX_CONFIG`). The unit file tells systemd not to restart the service after this
+/// status.
 pub const BAD_CONFIGURATION: u8 = 78;
 
-/// The time that the check waits for NVML. A GPU that falls off the bus can make a call of NVML hang for ever.
+/// The time that the check waits for NVML. A GPU that has fallen off the PCI bus can make an NVML call hang for ever.
 const NVML_TIMEOUT: Duration = Duration::from_secs(15);
 
-/// The result of the check: what the service would do if it started with this configuration.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Checked {
     Refused(Refused),
@@ -31,21 +31,21 @@ pub enum Checked {
         problems: Vec<LocatedProblem>,
         loaded: Loaded,
     },
-    /// The configuration is correct, even if this host can't serve its GPUs now.
+    /// The configuration is correct. This host may still be unable to serve its GPUs now.
     Right {
         loaded: Loaded,
-        /// The driver's version, or the reason why there is none. None if the driver was not asked.
+        /// The driver's version, or the reason why the host has no usable driver. None if the check did not ask the driver.
         driver: Option<Result<String, Problem>>,
-        /// The plan, or the reason why the service can't make a plan yet. With `enable_cuda_mps: false` the plan is empty.
+        /// The error says why the service can't make a plan yet. With `enable_cuda_mps: false` the plan is empty.
         plan: Result<Plan, Problem>,
-        /// The entries of the device file that name no GPU of this host. The service waits for such a GPU, but the path in the
-        /// entry may also be mistyped.
+        /// The entries of the device file that match no GPU of this host. The GPU of such an entry may appear later, or the
+        /// path in the entry is mistyped.
         missing: Vec<Missing>,
     },
 }
 
 impl Checked {
-    /// The mistakes of an administrator: problems in the files, and entries that certainly name no GPU of this host.
+    /// The mistakes of an administrator: problems in the files, and entries for GPUs that this host certainly does not have.
     pub fn problems(&self) -> Vec<LocatedProblem> {
         match self {
             Self::Refused(Refused { problems, .. }) | Self::Wrong { problems, .. } => problems.clone(),
@@ -55,7 +55,7 @@ impl Checked {
         }
     }
 
-    /// The settings. None if the configuration files themselves have mistakes.
+    /// None if the configuration files have mistakes.
     pub fn loaded(&self) -> Option<&Loaded> {
         match self {
             Self::Refused(_) => None,
@@ -63,7 +63,8 @@ impl Checked {
         }
     }
 
-    /// The warnings about the configuration files that concern this service, without the warnings that concern the host agent.
+    /// The warnings about the configuration files that concern this service. [`Self::all_warnings`] adds those for the host
+    /// agent.
     pub fn warnings(&self) -> &[LocatedProblem] {
         match self {
             Self::Refused(refused) => &refused.warnings,
@@ -71,7 +72,6 @@ impl Checked {
         }
     }
 
-    /// The warnings about the configuration files that concern this service, and the warnings that concern the host agent.
     pub fn all_warnings(&self) -> impl Iterator<Item = &LocatedProblem> {
         let troubles = self.loaded().into_iter().flat_map(|loaded| &loaded.agent);
         self.warnings().iter().chain(troubles.map(|trouble| &trouble.problem))
@@ -91,7 +91,7 @@ pub fn check(sources: &Sources) -> Checked {
     }
 }
 
-/// Asks NVML a question on a thread of its own. The error gives the reason if NVML does not answer in time.
+/// Asks NVML a question on a new thread. The error says that NVML did not answer in time, or why there is no usable driver.
 pub fn ask_driver<T: Send + 'static>(
     sysroot: &Path,
     ask: impl FnOnce(Result<&mut GpuQuestions, &Problem>) -> T + Send + 'static,
@@ -110,18 +110,18 @@ pub fn ask_driver<T: Send + 'static>(
     })
 }
 
-/// Runs a function that may hang, on a new thread. None if the function does not return before the deadline. After the deadline,
-/// the thread of the function goes on in the background.
+/// Runs a function that may hang, on a new thread. None if the function does not return before the deadline. In that case the
+/// thread goes on in the background.
 pub fn within<T: Send + 'static>(deadline: Duration, what: impl FnOnce() -> T + Send + 'static) -> Option<T> {
     let (tell, answer) = mpsc::channel();
     std::thread::spawn(move || {
-        // Sending fails if the caller has stopped waiting.
         let _ = tell.send(what());
     });
     answer.recv_timeout(deadline).ok()
 }
 
-/// Decides what this configuration means on a host with these GPUs. `inventory` is None if the host's GPUs were not read.
+/// Makes the plan and finds the mistakes of a configuration on a host with the GPUs of `inventory`. `inventory` is None if the
+/// check did not read the host's GPUs.
 pub fn judge(mut loaded: Loaded, inventory: Option<&Inventory>) -> Checked {
     let Some(inventory) = inventory.filter(|_| loaded.settings.enabled) else {
         return Checked::Right { loaded, driver: None, plan: Ok(Plan::default()), missing: Vec::new() };
@@ -144,7 +144,6 @@ pub fn judge(mut loaded: Loaded, inventory: Option<&Inventory>) -> Checked {
     Checked::Right { loaded, driver, plan, missing }
 }
 
-/// The result of the check as lines of text.
 pub fn words(checked: &Checked) -> Vec<String> {
     let mut lines: Vec<String> =
         checked.all_warnings().map(|warning| format!("warning: {warning}")).collect();

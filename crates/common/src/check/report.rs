@@ -1,4 +1,4 @@
-//! The check of a configuration together with the published values: the mistakes, and the changes that a reload would make.
+//! The report of `yunion-mpsctl check`: the mistakes of a configuration, and the changes that a reload would make.
 
 use serde_json::{Value, json};
 
@@ -9,17 +9,16 @@ use crate::bus::proxy::BusError;
 use crate::config::Sources;
 use crate::plan::{GpuPlan, Plan};
 
-/// The answer of `yunion-mpsctl check`: what a start or a reload of the service would do.
 #[derive(Debug)]
 pub struct CheckReport {
     checked: Checked,
-    /// The changes that a reload would make, or the reason why they are not known.
+    /// The changes that a reload would make. The error says why the changes are not known.
     changes: Result<Vec<Difference>, String>,
 }
 
 impl CheckReport {
-    /// Reads the configuration files, looks at the host, and asks the service for its published values. If the command line names
-    /// no file, the check reads the file that the service reads.
+    /// Reads the configuration files and the host's GPUs, and asks the service for its published values. If the command line
+    /// names no configuration file, the check reads the file that the service reads.
     pub async fn new(Sources { config, sysroot }: Sources) -> Self {
         let published = Published::ask().await;
         let config = config.or_else(|| published.as_ref().ok()?.config(&sysroot));

@@ -1,14 +1,12 @@
-//! Settings that are correct for this service, but with which the platform's host agent or its containers fail.
-//!
-//! The host agent reads the same configuration files as this service. Unless the host agent uses D-Bus, it accepts only a render
-//! node as the name of a GPU, and gives every container the configured pipe directory.
+//! Finds settings that are correct for this service, but with which the platform's host agent or its containers fail. The host
+//! agent reads the same configuration files as this service. Unless the host agent uses D-Bus, it accepts only a render node as
+//! the name of a GPU, and gives every container the configured pipe directory.
 
 use std::path::Path;
 
 use super::{DevicePath, Isolation, Settings, Topology, below};
 use crate::problem::{LocatedProblem, Origin, Problem};
 
-/// The directory of the platform's programs.
 const PROGRAMS: &str = "/opt/yunion";
 
 const TYPES: [&str; 13] = [
@@ -27,24 +25,23 @@ const TYPES: [&str; 13] = [
     "HYGON_DCU_HAMI",
 ];
 
-/// A setting that this service accepts, but with which the host agent or the agent's containers fail.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Trouble {
-    /// The stable name of this kind of trouble.
+    /// The stable name of this kind of trouble, by which `yunion-mpsctl doctor` reports it.
     pub name: &'static str,
     pub problem: LocatedProblem,
-    /// The path in the device file that the agent does not accept. None if the trouble is not about a path.
+    /// The path in the device file that the host agent does not accept. None if the trouble is not about a path.
     pub path: Option<DevicePath>,
 }
 
-/// Returns true if the host belongs to the platform, and so has a host agent: the platform's programs are installed, or the
-/// configuration files have keys of the platform.
+/// True if the host belongs to the platform, and so has a host agent. A sign of the platform is its installed programs, or a
+/// key of the platform in the configuration files.
 pub(super) fn is_here(sysroot: &Path, unknown_keys: &[(Origin, String)]) -> bool {
     !unknown_keys.is_empty() || below(sysroot, Path::new(PROGRAMS)).exists()
 }
 
-/// The settings with which the host agent or its containers fail. If MPS is off, the agent ignores entries of the type
-/// `NVIDIA_MPS`, and only a key without a value can make the agent fail.
+/// Finds the settings with which the host agent or its containers fail. If MPS is off, the host agent ignores entries of the
+/// type `NVIDIA_MPS`, so only keys without a value can make the host agent fail.
 pub(super) fn troubles(
     settings: &Settings,
     topology: Option<&Origin>,
@@ -109,7 +106,7 @@ pub(super) fn troubles(
     troubles
 }
 
-/// The agent does not treat a key without a value like a missing key.
+/// This service treats a key without a value like a missing key, but the host agent does not.
 fn without_value(key: &str, origin: &Origin, read_as: &str) -> Trouble {
     let found = format!("the key has no value, so this service takes the key as not set, and {read_as}");
     let problem = LocatedProblem::new(origin.clone(), key, found, "write a value or remove the line");

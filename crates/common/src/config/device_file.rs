@@ -1,9 +1,9 @@
-//! `host_container_device.yml`: the GPUs to serve, and the number of slices of each.
+//! Reads `host_container_device.yml`: the GPUs to serve, and the number of slices of each GPU.
 //!
 //! The file belongs to the host agent and lists devices of many types. This service serves the type `NVIDIA_MPS`. An entry of
-//! another type only says that the device is used for something else, so mistakes in such an entry are ignored. But an entry
-//! whose type may be a misspelt `NVIDIA_MPS` is an error: without any `NVIDIA_MPS` entry every GPU of the host is served, and a
-//! typing error must not cause that.
+//! another type only says that the device is used for something else, so this service ignores mistakes in the entry. But a type
+//! that looks like a misspelt `NVIDIA_MPS` is an error: a file without any `NVIDIA_MPS` entry makes the service serve every
+//! GPU, and a typing error must not cause that.
 
 use std::collections::HashMap;
 use std::num::NonZeroU32;
@@ -17,26 +17,24 @@ use super::{DeviceEntry, DevicePath, Isolation, MpsEntry, SliceKeys};
 use super::{memory, most_clients, percentage, slices};
 use crate::problem::{LocatedProblem, Origin, Problem};
 
-/// The type of the entries that this service serves. The host agent compares the type exactly.
+/// The type of the entries that this service serves. Like the host agent, this service compares the type exactly.
 const MPS_TYPE: &str = "NVIDIA_MPS";
 
-/// The largest number of entries in the device file, of all types together. A host has some dozens of devices, and each entry may
-/// add a problem to the report.
+/// The largest number of entries of all types that the device file may have. A host has some dozens of devices. Each entry may
+/// add a problem to the report, so an unlimited number of entries would make an unlimited report.
 const MAX_ENTRIES: usize = 1024;
 
-/// The entries of the device file, in the order of the file.
 pub(super) fn parse(file: &Path, text: &str, findings: &mut Draft) -> Vec<DeviceEntry> {
     let items = items(file, text, findings);
     let Some((list, items)) = findings.checked(items) else { return Vec::new() };
     let entry = |(index, item): (usize, Node<'_>)| {
-        // YAML does not report the line of every entry.
+        // The YAML parser does not report the line of every entry. An entry without a line gets the line of the list.
         let origin = Origin { line: item.line.or(list.line), ..list.clone() };
         Entry { name: format!("devices[{index}]"), origin, fields: HashMap::new() }.read(item.value, findings)
     };
     items.into_iter().enumerate().filter_map(entry).collect()
 }
 
-/// The items of the list `devices`, and the place of the list.
 fn items<'t>(
     file: &Path,
     text: &'t str,
@@ -72,8 +70,8 @@ fn items<'t>(
         return if empty { Ok((place(None), Vec::new())) } else { Err(missing) };
     };
     match list.value {
-        // A key at the left edge ends the YAML list, so the entries of the list lack their keys. Problems of these entries
-        // would only be consequences, so the entries are not read.
+        // A key of an entry stands at the left edge, where it ends the YAML list. So the entries lack their keys. Problems in
+        // these entries would only follow from the wrong indentation, so the entries are not read.
         _ if findings.problems.len() > before => Ok((origin, Vec::new())),
         Value::List(items) if items.len() > MAX_ENTRIES => {
             let found =
@@ -89,7 +87,7 @@ fn items<'t>(
     }
 }
 
-/// The problem of a key that belongs to an entry, but stands at the left edge of the file and so outside of the list.
+/// The problem of an entry's key that stands at the left edge of the file, and so outside of the list `devices`.
 fn outside(origin: Origin, key: &str) -> LocatedProblem {
     let remedy = match key {
         "path" => "begin an entry with the path: `- path: ...` below `devices:`",
@@ -98,8 +96,8 @@ fn outside(origin: Origin, key: &str) -> LocatedProblem {
     LocatedProblem::new(origin, key, "the key stands outside of the list `devices`", remedy)
 }
 
-/// The keys of an entry. As in the host agent, other spellings of a key with the same words are accepted, such as
-/// `virtual-number` and `virtualNumber` for `virtual_number`.
+/// The keys of an entry. As in the host agent, other spellings with the same words are accepted, such as `virtual-number` and
+/// `virtualNumber` for `virtual_number`.
 const KEYS: [&str; 9] = [
     "path",
     "type",
@@ -112,14 +110,12 @@ const KEYS: [&str; 9] = [
     "slices",
 ];
 
-/// The keys of an entry of the list `slices`.
 const SLICE_KEYS: [&str; 3] = ["memory", "thread_percentage", "max_clients"];
 
 struct Entry<'t> {
-    /// The name in messages: `devices[2]`.
+    /// The name of the entry in messages, such as `devices[2]`.
     name: String,
     origin: Origin,
-    /// The value of each key, with the line of the key.
     fields: HashMap<&'static str, Node<'t>>,
 }
 
@@ -129,7 +125,7 @@ impl<'t> Entry<'t> {
         LocatedProblem::new(Origin { line, ..self.origin.clone() }, key, found, remedy)
     }
 
-    /// Reads the entry. None if the entry is unusable; `findings` then has the problem.
+    /// Reads the entry. None if the entry is unusable. Then `findings` has the problem.
     fn read(mut self, value: Value<'t>, findings: &mut Draft) -> Option<DeviceEntry> {
         let Value::Map(pairs) = value else {
             let keys = "the keys path, type and virtual_number";
@@ -149,13 +145,12 @@ impl<'t> Entry<'t> {
         findings.warnings.extend(warnings);
         let path = findings.checked(self.required("path", WRITE_PATH, path));
         let own = self.own_sizes(findings);
-        // If the list `slices` is unusable, the number of slices is not known, and the absence of the number is no further
-        // problem.
+        // If the list `slices` is unusable, the number of slices is unknown. The lack of a number is no further problem.
         let slices = own.as_deref().and_then(|own| findings.checked(self.number(own)));
         let each = self.size(findings);
         let isolation = findings.checked(self.optional("isolation", isolation));
         let overcommit = findings.checked(self.optional("overcommit", boolean));
-        // Every key is read before the first `?`, so that the administrator sees every problem at once.
+        // The `?` operators come after all keys were read, so that the administrator sees every problem at once.
         let mps = Some(MpsEntry {
             slices: slices?,
             each: each?,
@@ -166,7 +161,6 @@ impl<'t> Entry<'t> {
         Some(DeviceEntry { name: self.name, origin: self.origin, device_type, path: Some(path?), mps })
     }
 
-    /// The number of slices of the GPU: the length of the list `slices`, if the entry has this list, or else `virtual_number`.
     fn number(&self, own: &[SliceKeys]) -> Result<NonZeroU32, LocatedProblem> {
         let remedy = "write the number of slices of the GPU, 1 to 999";
         let listed = u32::try_from(own.len()).ok().and_then(NonZeroU32::new);
@@ -186,7 +180,6 @@ impl<'t> Entry<'t> {
         }
     }
 
-    /// Reads the keys about the size of one slice, either from the entry or from an element of the list `slices`.
     fn size(&self, findings: &mut Draft) -> Option<SliceKeys> {
         let memory_mib = findings.checked(self.optional("memory", memory));
         let thread_percentage = findings.checked(self.optional("thread_percentage", percentage));
@@ -198,7 +191,7 @@ impl<'t> Entry<'t> {
         })
     }
 
-    /// Reads the list `slices`: the keys of each slice. Empty if the entry has no such list, None if the list is unusable.
+    /// Reads the list `slices`: the keys of each slice. Empty if the entry has no such list. None if the list is unusable.
     fn own_sizes(&mut self, findings: &mut Draft) -> Option<Vec<SliceKeys>> {
         const WRITE_LIST: &str = "write a list of 1 to 999 slices, each as {memory: 20GiB}";
         let Some(Node { line, value }) = self.fields.remove("slices") else { return Some(Vec::new()) };
@@ -235,13 +228,12 @@ impl<'t> Entry<'t> {
             }
             Some(size)
         });
-        // All elements of the list are read before a bad element makes the list unusable, so that the administrator sees every
-        // problem at once.
+        // All elements are read before a bad element makes the list unusable, so that the administrator sees every problem at
+        // once.
         let own: Vec<Option<SliceKeys>> = own.collect();
         own.into_iter().collect()
     }
 
-    /// Moves the values of the known keys into `fields`. Returns warnings about unknown keys and duplicate keys.
     fn fill(&mut self, pairs: Vec<Pair<'t>>, keys: &[&'static str]) -> Vec<LocatedProblem> {
         let mut warnings = Vec::new();
         for (key, Node { value, .. }) in pairs {
@@ -263,7 +255,6 @@ impl<'t> Entry<'t> {
         warnings
     }
 
-    /// Reads a key that an entry must have. The error names the key.
     fn required<T>(&self, key: &str, remedy: &str, read: Reader<T>) -> Result<T, LocatedProblem> {
         let missing = || self.problem(self.origin.line, key, "missing", remedy);
         self.valid(self.fields.get(key).ok_or_else(missing)?, key, read)
@@ -279,7 +270,6 @@ impl<'t> Entry<'t> {
     }
 }
 
-/// A function that reads the value of a key. The error names the allowed values.
 type Reader<T> = fn(&Value<'_>) -> Result<T, Problem>;
 
 const WRITE_PATH: &str = "name the GPU by its render node, such as /dev/dri/renderD128";
@@ -301,7 +291,7 @@ fn path(value: &Value<'_>) -> Result<DevicePath, Problem> {
     }
 }
 
-/// Reads the type. A type that is probably a misspelt `NVIDIA_MPS` is an error.
+/// A type that is probably a misspelt `NVIDIA_MPS` is an error.
 fn device_type(value: &Value<'_>) -> Result<String, Problem> {
     match value.text().as_ref() {
         "" => Err(value.wrong(WRITE_TYPE)),
@@ -314,8 +304,8 @@ fn device_type(value: &Value<'_>) -> Result<String, Problem> {
 
 /// Splits a key into words as the host agent does, and joins the words in lower case with `_`. So `virtual-number`,
 /// `virtualNumber` and `VIRTUAL_NUMBER` are one key. A word begins at a capital letter, and after any character that is neither
-/// letter nor digit. Several capitals in a row form one word, but if small letters follow, the last capital begins the next word
-/// (`VIRTUALNumber`).
+/// letter nor digit. Several capitals in a row form one word. But if small letters follow, the last capital begins the next
+/// word, as in `VIRTUALNumber`.
 fn words(key: &str) -> String {
     let bytes = key.as_bytes();
     let mut words = String::new();
@@ -342,12 +332,12 @@ fn words(key: &str) -> String {
     words
 }
 
-/// The most bytes of a text that can count as a misspelt type.
+/// The length in bytes up to which a text can count as a misspelt `NVIDIA_MPS`. The limit bounds the work of the comparison.
 const LONGEST_SLIP: usize = 64;
 
-/// True if the type differs from `NVIDIA_MPS` only in capitals, in the characters between the words, and in at most one letter
-/// that is added, missing, wrong or swapped with its neighbour. If two wrong letters were allowed, `NVIDIA_GPU` would count as
-/// misspelt too.
+/// True if the type is `MPS`, or differs from `NVIDIA_MPS` only in capitals, in the characters between the words, and in at
+/// most one letter. This letter may be added, missing, wrong or swapped with its neighbour. With two wrong letters,
+/// `NVIDIA_GPU` would count as misspelt too.
 fn is_near_miss(device_type: &str) -> bool {
     let letters = |text: &str| text.to_ascii_lowercase().replace(|c: char| !c.is_ascii_alphanumeric(), "");
     let (found, ours) = (letters(device_type), letters(MPS_TYPE));
@@ -355,7 +345,7 @@ fn is_near_miss(device_type: &str) -> bool {
 }
 
 fn classify(text: &str) -> DevicePath {
-    // The number of a device has no leading zero, so `/dev/nvidia01` is no device.
+    // The number in a device's name has no leading zero, so `/dev/nvidia01` is no device.
     let number = |prefix| {
         let digits =
             text.strip_prefix(prefix).filter(|digits| digits.bytes().all(|byte| byte.is_ascii_digit()))?;
@@ -404,13 +394,12 @@ mod tests {
         entries
     }
 
-    /// The line, the key and the text of each problem or warning.
     fn told(problems: &[LocatedProblem]) -> Vec<(usize, &str, &str)> {
         let line = |problem: &LocatedProblem| problem.origin.line.unwrap_or_default();
         problems.iter().map(|p| (line(p), p.key.as_str(), p.problem.found.as_str())).collect()
     }
 
-    /// A device file with one `NVIDIA_MPS` entry, which has `line` as the fourth line of the file.
+    /// A device file with one `NVIDIA_MPS` entry, in which `line` is the fourth line of the file.
     fn mps(line: &str) -> String {
         format!("devices:\n- path: /dev/dri/renderD128\n  type: NVIDIA_MPS\n  {line}\n")
     }
@@ -433,7 +422,7 @@ mod tests {
         assert_eq!(entries(text), [entry]);
     }
 
-    /// This is the file in the platform's documentation.
+    /// The first case is the example in the platform's documentation, whose keys have the wrong indentation.
     #[test]
     fn a_key_of_an_entry_at_the_left_edge_is_named_with_its_line() {
         for (text, expected) in [
@@ -764,7 +753,7 @@ mod tests {
         for text in ["", "# nothing\n", "---\n", "devices:\n", "devices: []\n", "devices: ~\n", "{}"] {
             assert_eq!(entries(text), [], "{text:?}");
         }
-        // Without NVIDIA_MPS entries every GPU is served, and a misspelt `devices` must not cause that.
+        // A file without `NVIDIA_MPS` entries makes the service serve every GPU, and a misspelt `devices` must not cause that.
         let (_, findings) = read("device:\n- path: x\n");
         assert_eq!(told(&findings.problems), [(0, "devices", "no such list")]);
         assert_eq!(findings.unknown_keys.len(), 1);
@@ -915,7 +904,7 @@ mod tests {
         }
     }
 
-    /// Reads any bytes as a device file: reading does not panic, and each `NVIDIA_MPS` entry that it returns is complete.
+    /// Asserts that `parse` does not panic with any bytes, and that each `NVIDIA_MPS` entry from `parse` is complete.
     fn survives(bytes: &[u8]) {
         let mut findings = Draft::new();
         let entries = match text_of(Path::new(FILE), bytes) {
@@ -942,7 +931,7 @@ mod tests {
         }
     }
 
-    /// An entry for a test: the path, true if the type is `NVIDIA_MPS`, and the keys.
+    /// A generated entry: the path, true for the type `NVIDIA_MPS`, and the keys.
     type AnyEntry = (String, bool, MpsEntry);
 
     prop_compose! {
@@ -976,7 +965,6 @@ mod tests {
         }
     }
 
-    /// The keys about a size, as a device file has them between braces.
     fn size_written(keys: &SliceKeys) -> Vec<String> {
         let memory = keys.memory_mib.map(|mib| match mib.get() {
             mib if mib % 1024 == 0 => format!("memory: {}GiB", mib / 1024),

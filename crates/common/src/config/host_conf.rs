@@ -1,7 +1,5 @@
-//! `host.conf` and `host_local.conf`: their two syntaxes, and every key that this service reads.
-//!
-//! The files belong to the platform's host agent, which reads dozens of other keys from the same files. This service does not
-//! check the agent's keys.
+//! Reads `host.conf` and `host_local.conf`, which have two possible syntaxes. The files belong to the platform's host agent,
+//! which has dozens of other keys in the same files. This service checks only its own keys.
 
 use std::collections::BTreeMap;
 use std::ops::RangeInclusive;
@@ -17,15 +15,13 @@ use super::{MultiUser, Settings, ThreadPolicy, Topology};
 use super::{percentage, slices, whole};
 use crate::problem::{LocatedProblem, Origin, Problem};
 
-/// The settings from the configuration files that were read so far, and the findings about these files.
 pub(super) struct Draft {
     pub(super) settings: Settings,
     pub(super) device_file: Option<PathBuf>,
     pub(super) local_file: Option<PathBuf>,
-    /// The file and line of each key's value. A key without an origin has its default value.
     origins: BTreeMap<&'static str, Origin>,
-    /// The keys without a value that the host agent reads too. This service treats such a key as a missing key.
-    /// With each key are its place and the meaning that the host agent gives the key, in words.
+    /// The keys without a value that the host agent reads too. This service treats such a key as a missing key. The third
+    /// element says how the host agent understands the key.
     pub(super) empty: Vec<(&'static str, Origin, &'static str)>,
     pub(super) problems: Vec<LocatedProblem>,
     pub(super) warnings: Vec<LocatedProblem>,
@@ -35,10 +31,9 @@ pub(super) struct Draft {
     pub(super) nearly_device_file: Option<LocatedProblem>,
 }
 
-/// The host agent's reaction to a key without a value, if the agent does not accept a text for that key.
+/// The host agent's reaction to a key without a value, if the key needs a number or a boolean.
 const MISTAKE: &str = "the platform's host agent does not start";
 
-/// Stores a value in the draft. The error names the allowed values.
 type Setter = fn(&mut Draft, &Value<'_>) -> Result<(), Problem>;
 
 pub(super) const ENABLE_KEY: &str = "enable_cuda_mps";
@@ -48,7 +43,6 @@ pub(crate) const LOG_KEY: &str = "cuda_mps_log_directory";
 pub(super) const REPLICAS_KEY: &str = "cuda_mps_replicas";
 pub(super) const TOPOLOGY_KEY: &str = "cuda_mps_topology";
 
-/// Every key that this service reads, in the documented spelling.
 const KEYS: [(&str, Setter); 21] = [
     (ENABLE_KEY, |draft, value| boolean(value).map(|on| draft.settings.enabled = on)),
     (DEVICE_FILE_KEY, |draft, value| optional(value, file).map(|path| draft.device_file = path)),
@@ -84,29 +78,27 @@ const KEYS: [(&str, Setter); 21] = [
         optional(value, directory).map(|path| draft.settings.cdi_directory = path)
     }),
     ("servers_path", |draft, value| {
-        // The host agent checks the path `servers_path`, which is a key of the agent. Without a valid path, the service finds no
-        // records of guests.
+        // `servers_path` is a key of the host agent, so the host agent and not this service checks the path. With a wrong path,
+        // the service finds no records of guests.
         draft.settings.supervision.servers_path = PathBuf::from(value.text().as_ref());
         Ok(())
     }),
 ];
 
-/// The most bytes of a socket's path. Control daemons of the driver series 535, 550 and 555 refuse a path that uses the last byte
-/// of `sockaddr_un`.
+/// The most bytes that a socket's path may have. `sockaddr_un` has one byte more, but control daemons of the driver series 535,
+/// 550 and 555 refuse a path that uses the last byte.
 const SOCKET_PATH_BYTES: usize = 106;
 
-/// The control daemon's socket with the longest name. Without this socket, the control daemon does not start.
+/// The longest name of a socket that a control daemon makes. A control daemon does not start if it can't make this socket.
 const LONGEST_SOCKET: &str = "control_privileged";
 
-/// The suffix of the directory that only control daemons use.
 const PRIVATE_SUFFIX: &str = ".private";
 
-/// The default log directory if the usual default would be in the pipe directory. NVIDIA's own default is not used, since a
-/// foreign control daemon may have its log there.
+/// The log directory if the usual default would be in the pipe directory. NVIDIA's own default is not used, since a control
+/// daemon that somebody else has started may have its log there.
 pub const LOG_BESIDE_PIPE: &str = "/var/log/yunion-mps";
 
 impl Settings {
-    /// The path of the directory that only control daemons use. The directory is next to the pipe directory.
     pub fn private_directory(&self) -> PathBuf {
         let mut directory = self.pipe_directory.clone().into_os_string();
         directory.push(PRIVATE_SUFFIX);
@@ -114,14 +106,13 @@ impl Settings {
     }
 }
 
-/// True if the path `directory` is short enough for the sockets of a control daemon.
 pub fn has_room_for_sockets(directory: &Path) -> bool {
     directory.as_os_str().len() + "/".len() + LONGEST_SOCKET.len() <= SOCKET_PATH_BYTES
 }
 
 const GPU_UUID_BYTES: usize = 40;
 
-/// The longest name of a slice's directory.
+/// The longest possible name of a slice, which is also the name of the slice's directory.
 const LONGEST_SLICE: &str = "ffffffff_ff_1f.7-998";
 
 impl Draft {
@@ -140,7 +131,6 @@ impl Draft {
         }
     }
 
-    /// Returns the value. If `read` is an error, adds the problem and returns None.
     pub(super) fn checked<T>(&mut self, read: Result<T, LocatedProblem>) -> Option<T> {
         read.map_err(|problem| self.problems.push(problem)).ok()
     }
@@ -149,7 +139,6 @@ impl Draft {
         self.origins.get(key)
     }
 
-    /// Reads one configuration file, whose values override the values of the files that were read before.
     pub(super) fn overlay(&mut self, file: &Path, text: &str) {
         self.settings.sources.push(file.to_owned());
         let Some((syntax, pairs)) = self.checked(read(file, text)) else { return };
@@ -159,9 +148,9 @@ impl Draft {
                 self.empty.extend(read_as(key, syntax).map(|read_as| (key, origin, read_as)));
                 continue;
             }
-            // A key without a value in an earlier file is no mistake if a later file has a text for the key: the host agent
-            // accepts this too. The key stays a mistake if the host agent can't read the earlier file because of the key without
-            // a value.
+            // A key without a value in an earlier file is no trouble if this file has a value for the key: the host agent
+            // accepts such files too. The trouble stays if the key without a value prevents the host agent from reading the
+            // earlier file.
             self.empty.retain(|(empty, _, read_as)| *empty != key || *read_as == MISTAKE);
             match setter(self, &value) {
                 Ok(()) => {
@@ -174,8 +163,6 @@ impl Draft {
         }
     }
 
-    /// The keys that this service reads, in the order of the file, each with its value and the line of the key. Each key appears
-    /// once.
     fn ours<'t>(
         &mut self,
         file: &Path,
@@ -221,15 +208,14 @@ impl Draft {
         chosen
     }
 
-    /// A problem at the place where a file sets one of `keys`: the first of `keys` that a file sets. None if no file sets one of
-    /// `keys`.
+    /// A problem at the first of `keys` that a file sets. None if no file sets any of `keys`.
     fn problem_at(&self, keys: [&str; 2], found: String, remedy: &str) -> Option<LocatedProblem> {
         let (key, origin) = keys.iter().find_map(|key| self.origins.get_key_value(key))?;
         Some(LocatedProblem::new(origin.clone(), *key, found, remedy))
     }
 
-    /// Moves the default log directory out of the pipe directory. A control daemon without a private directory makes its FIFO
-    /// `log` in the pipe directory, and writes no log if there is a directory of that name.
+    /// Moves the default log directory out of the pipe directory. A control daemon without a private directory makes a FIFO
+    /// `log` in the pipe directory. The control daemon writes no log if a directory has the name `log` there.
     fn place_log(&mut self) {
         let Settings { pipe_directory, log_directory, .. } = &mut self.settings;
         if !log_directory.starts_with(&*pipe_directory) {
@@ -255,7 +241,6 @@ impl Draft {
         self.settings.log_in_pipe = Some(origin.clone());
     }
 
-    /// Checks the values of different keys together, after all files were read.
     pub(super) fn check_together(&mut self) {
         self.place_log();
         let Settings { pipe_directory, log_directory, topology, .. } = &self.settings;
@@ -308,8 +293,8 @@ impl Draft {
     }
 }
 
-/// The meaning, in words, that the host agent gives the key `key` if the key has no value. None if the agent does not read the
-/// key, or treats it like this service.
+/// How the host agent understands the key `key` without a value. None if the agent does not read the key, or treats a key
+/// without a value as missing, as this service does.
 fn read_as(key: &str, syntax: Syntax) -> Option<&'static str> {
     match (syntax, key) {
         (Syntax::Yaml, PIPE_KEY | LOG_KEY | DEVICE_FILE_KEY | "local_config_file") => {
@@ -325,10 +310,9 @@ fn read_as(key: &str, syntax: Syntax) -> Option<&'static str> {
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Syntax {
-    /// The file is YAML. If a key appears twice in a YAML file, the last value counts.
+    /// If a key appears twice, the last value counts.
     Yaml,
-    /// The file has lines `key = value`, an older form that the host agent still reads. If a key appears twice in this older
-    /// form, the first value counts.
+    /// Lines `key = value`, an older form that the host agent still reads. If a key appears twice, the first value counts.
     KeyValue,
 }
 
@@ -346,11 +330,11 @@ fn read<'t>(file: &Path, text: &'t str) -> Result<(Syntax, Vec<Pair<'t>>), Locat
     key_value_lines(text).map(|pairs| (Syntax::KeyValue, pairs)).ok_or(refused)
 }
 
-/// Reads the `key = value` form. None if a line is neither `key = value` nor `[section]`, or if no line has a key.
+/// Reads the older form of a file. None if a line is neither `key = value` nor `[section]`, or if no line has a key.
 fn key_value_lines(text: &str) -> Option<Vec<Pair<'_>>> {
     let mut pairs = Vec::new();
     for (at, line) in text.lines().enumerate() {
-        // In the older form of the file, a # starts a comment even inside quotes.
+        // In the older form, a # starts a comment even inside quotes.
         let line = line.split('#').next().unwrap_or_default().trim();
         if line.is_empty() || line.starts_with('[') {
             continue;
@@ -367,7 +351,6 @@ fn key_value_lines(text: &str) -> Option<Vec<Pair<'_>>> {
     if pairs.is_empty() { None } else { Some(pairs) }
 }
 
-/// Removes the quotes around a value, and replaces the escapes, which only count within quotes.
 fn unquoted(value: &str) -> String {
     let within = ['"', '\''].iter().find_map(|quote| value.strip_prefix(*quote)?.strip_suffix(*quote));
     match within {
@@ -376,7 +359,6 @@ fn unquoted(value: &str) -> String {
     }
 }
 
-/// The most wrong letters with which an unknown key still counts as a misspelt `container_device_config_file`.
 const SLIPS: usize = 3;
 
 fn is_nearly_device_file(name: &str) -> bool {
@@ -384,13 +366,12 @@ fn is_nearly_device_file(name: &str) -> bool {
         && strsim::osa_distance(&name.to_lowercase(), DEVICE_FILE_KEY) <= SLIPS
 }
 
-/// The remedy for an unknown key that is probably a misspelt key of this service.
 fn meant_for_us(name: &str) -> Option<String> {
     let lower = name.to_lowercase();
     if let Some((key, _)) = KEYS.iter().find(|(key, _)| *key == lower) {
         return Some(format!("keys are written in lower case: {key}"));
     }
-    // The rest of a key with the prefix `cuda_mps_` is not compared, since the platform has further keys with this prefix.
+    // A key that begins with `cuda_mps_` is taken for a misspelt key of this service, whatever follows the prefix.
     lower.starts_with("cuda_mps_").then(|| "correct the spelling or remove the key".to_owned())
 }
 
@@ -407,7 +388,7 @@ fn optional<T>(value: &Value<'_>, read: fn(&Value<'_>) -> Result<T, Problem>) ->
     if value.as_text().is_some_and(|text| text.is_empty()) { Ok(None) } else { read(value).map(Some) }
 }
 
-/// Reads the absolute path of a file. Messages show the path as the file has it, so the path is not normalised.
+/// Reads the absolute path of a file. The path is not normalised, so that messages show the path as the file has it.
 fn file(value: &Value<'_>) -> Result<PathBuf, Problem> {
     let text = value.text();
     if text.starts_with('/') && !text.contains(char::is_control) {
@@ -432,8 +413,8 @@ fn directory(value: &Value<'_>) -> Result<PathBuf, Problem> {
     }
 }
 
-/// Reads the path of a directory that appears in the options of container engines: in `--volume=HOST:CONTAINER`, and unquoted in
-/// a shell, which would split the path at blanks and expand patterns in the path.
+/// Reads the path of a directory that users write in the options of container engines. In `--volume=HOST:CONTAINER` a colon
+/// would split the path. Unquoted in a shell, blanks would split the path, and the shell would expand patterns.
 fn directory_for_engines(value: &Value<'_>) -> Result<PathBuf, Problem> {
     let path = directory(value)?;
     if value.text().contains(|c: char| c.is_whitespace() || ":*?[\\".contains(c)) {
@@ -490,7 +471,6 @@ mod tests {
 
     const FILE: &str = "/etc/yunion/host.conf";
 
-    /// Reads one file, whose values override the defaults.
     fn overlaid(text: &str) -> Draft {
         let mut draft = Draft::new();
         draft.overlay(Path::new(FILE), text);
@@ -511,7 +491,6 @@ mod tests {
         draft.problems
     }
 
-    /// The only problem of a file: the line, the key, and the text that was found.
     fn problem(text: &str) -> (Option<usize>, String, String) {
         let [problem] = <[LocatedProblem; 1]>::try_from(problems(text)).unwrap();
         assert_eq!(problem.origin.file, Path::new(FILE));
@@ -551,7 +530,7 @@ mod tests {
     fn a_quoted_yes_is_text() {
         assert_eq!(problem("# x\nenable_cuda_mps: \"yes\"\n"), bad(2, "enable_cuda_mps", "found \"yes\""));
         assert_eq!(problem("enable-cuda-mps: 'on'"), bad(1, "enable_cuda_mps", "found \"on\""));
-        // The older form of the file does not know YAML's words for true and false.
+        // Unlike YAML, the older form knows no `yes` for `true`.
         assert_eq!(problem("enable_cuda_mps = yes"), bad(1, "enable_cuda_mps", "found \"yes\""));
     }
 
@@ -622,7 +601,7 @@ mod tests {
                  remove one of the two lines"
             )
         );
-        // The later value of a key overrides the earlier one, so the earlier one is not checked.
+        // The later value of a key overrides the earlier value, so the earlier value is not checked.
         assert_eq!(settings("log_level: loud\nlog_level: warn\n").log_level, Level::WARN);
     }
 
@@ -662,7 +641,7 @@ mod tests {
 
     #[test]
     fn neither_form_is_an_error_with_its_line() {
-        // One line without `=` makes the older form invalid, and the file is no YAML either.
+        // The second line has no `=`, so the file is not in the older form, and the file is no YAML either.
         let found = problems("enable_cuda_mps = true\nnonsense: here\nlog_level = info\n");
         assert!(found[0].problem.found.starts_with("not valid YAML"), "{}", found[0]);
         assert!(found[0].origin.line.is_some());
@@ -676,7 +655,8 @@ mod tests {
         assert!(problems("a: &a [*a]\n")[0].problem.found.contains("alias"));
     }
 
-    /// The documents show `options=$(yunion-mpsctl env ... --format docker) && docker run $options`.
+    /// The documentation tells users to write `options=$(yunion-mpsctl env ... --format docker) && docker run $options`. The
+    /// shell splits `$options` at blanks.
     #[test]
     fn the_pipe_directory_is_one_word_of_an_option() {
         for path in ["/x y/pipe", "/a:b/pipe", "/a*b", "/a?b", "/a[b", "/a\\b", "/a\u{3000}b"] {
@@ -900,7 +880,7 @@ mod tests {
         }
     }
 
-    /// The defaults in the manual page are a valid file and equal the defaults in the code.
+    /// The defaults in the manual page form a valid file with the same settings as the defaults in the code.
     #[test]
     fn the_manual_page_has_every_key_with_its_default() {
         let page = include_str!("../../../../packaging/man/yunion-mps-host.conf.5");
@@ -928,7 +908,8 @@ mod tests {
         "/[a-zA-Z0-9_é][a-zA-Z0-9_.,é$'-]{0,20}[a-z]".prop_map(PathBuf::from)
     }
 
-    /// A directory whose path can be written in both forms. In the older form # begins a comment even within quotes.
+    /// A directory whose path can be written in both forms. In the older form # begins a comment even within quotes, so the
+    /// path has no #.
     fn any_directory() -> impl Strategy<Value = PathBuf> {
         "/[a-zA-Z0-9_é][a-zA-Z0-9_.:, é-]{0,20}[a-z]".prop_map(PathBuf::from)
     }
@@ -988,7 +969,6 @@ mod tests {
         }
     }
 
-    /// The lines that an administrator would write for these settings: the key, the value, and true if the value needs quotes.
     fn written(settings: &Settings) -> Vec<(&'static str, String)> {
         let path = |path: &Path| format!("\"{}\"", path.display());
         let mut lines = vec![
@@ -1039,14 +1019,12 @@ mod tests {
         lines
     }
 
-    /// A valid file in either form.
     fn any_file() -> impl Strategy<Value = String> {
         (any_settings(), prop::sample::select(vec![": ", " = "])).prop_map(|(settings, between)| {
             written(&settings).into_iter().map(|(key, value)| format!("{key}{between}{value}\n")).collect()
         })
     }
 
-    /// Reads any bytes as host.conf: reading does not panic, and an unreadable file gives a problem.
     fn survives(bytes: &[u8]) {
         let mut draft = Draft::new();
         match text_of(Path::new(FILE), bytes) {

@@ -1,7 +1,5 @@
-//! The settings: read from the configuration files and checked, with every problem reported at once.
-//!
-//! `host.conf` is read first. `host_local.conf` overrides values of `host.conf`, and a key of these two files names the device
-//! file. Each load reads all three files again.
+//! Loads the settings from the configuration files, checks them, and reports every problem at once. `host.conf` is read first.
+//! `host_local.conf` overrides values of `host.conf`. A key in these two files names the device file.
 
 pub mod agent;
 mod device_file;
@@ -28,43 +26,39 @@ use yaml::Value;
 
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Settings {
-    /// The key `enable_cuda_mps`. If `enable_cuda_mps` is false, no device is published.
+    /// The key `enable_cuda_mps`. If false, the service publishes no slice.
     pub enabled: bool,
     /// True if a file sets `enable_cuda_mps`. If no file sets the key, `enabled` is false by default.
     pub says_enabled: bool,
     /// `cuda_mps_pipe_directory`: the directory in which clients find the control daemon.
     pub pipe_directory: PathBuf,
-    /// `cuda_mps_log_directory`: the directory of control.log.
     pub log_directory: PathBuf,
-    /// The line of the configuration that puts the log directory into the pipe directory, where control daemons make their own
-    /// files.
+    /// The place of the configuration line that puts the log directory into the pipe directory, where control daemons make
+    /// their own files. None if the log directory is elsewhere.
     pub log_in_pipe: Option<Origin>,
-    /// `cuda_mps_replicas`: the number of slices of each GPU if no entry of the device file says which GPUs to serve.
+    /// `cuda_mps_replicas`: the number of slices of each GPU if the device file has no entry of the type `NVIDIA_MPS`.
     pub replicas: NonZeroU32,
-    /// `log_level`: messages below this level are not written.
     pub log_level: Level,
     pub topology: Topology,
     pub thread_policy: ThreadPolicy,
     pub multiuser: MultiUser,
-    /// `cuda_mps_prewarm`: start the server before the first client comes.
+    /// `cuda_mps_prewarm`: if true, a server starts before the first client comes.
     pub prewarm: bool,
     pub cpu_affinity: CpuAffinity,
     pub supervision: Supervision,
     pub memory_limit: MemoryLimit,
     pub on_overuse: OnOveruse,
     pub may_terminate: MayTerminate,
-    /// `cuda_mps_cdi_directory`: the directory for the CDI spec. None if no spec is written.
+    /// `cuda_mps_cdi_directory`: the directory for the CDI spec. None if the service writes no CDI spec.
     pub cdi_directory: Option<PathBuf>,
     /// The entries of the device file. Empty if `container_device_config_file` is not set.
     pub devices: Vec<DeviceEntry>,
-    /// The configuration files that were read, in order: a later file overrides an earlier file.
+    /// The configuration files that were read. A later file overrides an earlier file.
     pub sources: Vec<PathBuf>,
-    /// The configuration files that do not exist.
     pub absent: Vec<PathBuf>,
 }
 
 impl Default for Settings {
-    /// The settings of a host without configuration files: no GPU is served.
     fn default() -> Self {
         Self {
             enabled: false,
@@ -91,19 +85,19 @@ impl Default for Settings {
     }
 }
 
-/// The settings that the supervisors of control daemons need besides the plan.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Supervision {
-    /// `cuda_mps_set_compute_mode`: false if the service must not change the compute modes of GPUs.
+    /// `cuda_mps_set_compute_mode`: if false, the service does not change the compute modes of GPUs.
     pub set_compute_mode: bool,
-    /// `cuda_mps_quit_timeout`: the time between `quit` and SIGTERM.
+    /// `cuda_mps_quit_timeout`: the time that a control daemon has to end after the command `quit`, before the service sends
+    /// SIGTERM.
     pub quit_timeout: Duration,
-    /// `cuda_mps_fault_grace`: the time that the clients of a faulted server have before the server is ended together with them.
+    /// `cuda_mps_fault_grace`: the time that clients have to end after a fault of their server. Then the service ends the
+    /// server, which ends the clients too.
     pub fault_grace: Duration,
-    /// `cuda_mps_log_max_size`, in bytes (the key is in MiB): the size at which the control daemon's log is renamed and a new log
-    /// begins.
+    /// `cuda_mps_log_max_size` in bytes (the key is in MiB). A log of this size is renamed, and a new log begins.
     pub log_max_bytes: u64,
-    /// `servers_path`: the directory in which the host agent keeps the records of its guests.
+    /// `servers_path`: the directory in which the host agent stores the records of its guests.
     pub servers_path: PathBuf,
 }
 
@@ -124,54 +118,49 @@ impl Default for Supervision {
 pub struct DeviceEntry {
     pub name: String,
     pub origin: Origin,
-    /// `type`, as the device file has it.
     pub device_type: String,
-    /// `path`, classified. None if the entry has no path: some types other than `NVIDIA_MPS` need no path.
+    /// None if the entry has no key `path`, which some types other than `NVIDIA_MPS` do not need.
     pub path: Option<DevicePath>,
-    /// The keys that only an `NVIDIA_MPS` entry has. None if the entry has another type.
+    /// None if the entry has another type than `NVIDIA_MPS`.
     pub mps: Option<MpsEntry>,
 }
 
 impl DeviceEntry {
-    /// A problem with one key of the entry.
     pub fn problem(&self, key: &str, problem: Problem) -> LocatedProblem {
         problem.at(self.origin.clone(), format!("{}.{key}", self.name))
     }
 }
 
-/// The keys that only an `NVIDIA_MPS` entry has.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct MpsEntry {
-    /// `virtual_number`: the number of slices of the GPU.
+    /// The number of slices of the GPU: the length of the list `slices`, or the key `virtual_number`.
     pub slices: NonZeroU32,
-    /// The keys that apply to each slice.
+    /// The keys of the entry that apply to each slice without a key of its own.
     pub each: SliceKeys,
-    /// `slices`: the keys of each slice by its ordinal, which override `each`. Empty if all slices are equal.
+    /// The key `slices`: the keys of each slice, in the order of the ordinals, which override `each`. Empty if all slices are
+    /// equal.
     pub own: Vec<SliceKeys>,
-    /// `isolation`, if the entry overrides the topology.
+    /// None if the entry does not override the topology.
     pub isolation: Option<Isolation>,
-    /// `overcommit`: the slices together may have more memory than the GPU.
+    /// True if the slices together may have more memory than the GPU.
     pub overcommit: bool,
 }
 
-/// The keys about the size of a slice.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct SliceKeys {
-    /// `memory` in MiB. Without this key, a slice has its share of the GPU's memory.
+    /// In MiB. Without this key, a slice has its share of the GPU's memory.
     pub memory_mib: Option<NonZeroU64>,
-    /// `thread_percentage`, 1 to 100. Without this key, the policy `cuda_mps_thread_percentage` applies.
+    /// From 1 to 100. Without this key, the policy `cuda_mps_thread_percentage` applies.
     pub thread_percentage: Option<u8>,
-    /// `max_clients`. Without this key, a slice has its share of the clients that the GPU can have.
+    /// Without this key, a slice has its share of the number of clients that the GPU can have.
     pub max_clients: Option<NonZeroU32>,
 }
 
 impl MpsEntry {
-    /// The keys of an entry that sets only the number of slices.
     pub fn with_slices(slices: NonZeroU32) -> Self {
         Self { slices, each: SliceKeys::default(), own: Vec::new(), isolation: None, overcommit: false }
     }
 
-    /// The keys of each slice, in the order of the ordinals.
     pub fn sizes(&self) -> impl Iterator<Item = SliceKeys> {
         (0..self.slices.get() as usize).map(|ordinal| {
             let own = self.own.get(ordinal).copied().unwrap_or_default();
@@ -184,25 +173,23 @@ impl MpsEntry {
     }
 }
 
-/// The kinds of names by which an entry's `path` names its GPU.
+/// The value of an entry's key `path`, which names a GPU.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
 pub enum DevicePath {
     RenderNode(PathBuf),
-    /// A PCI address with its domain.
     Pci(PciAddress),
-    /// A PCI address without a domain: the GPU in domain 0000, or the only GPU with this address in any domain.
+    /// A PCI address without a domain: the GPU in domain 0000, or else the only GPU with this address in any domain.
     ShortPci(PciAddress),
-    /// A GPU UUID, `GPU-` and 36 characters, lower case.
+    /// `GPU-` and 36 characters, in lower case.
     Uuid(String),
     /// The number N of `/dev/nvidiaN`.
     NvidiaMinor(u32),
-    /// Any other text, verbatim. In an `NVIDIA_MPS` entry, a path of an unknown kind is an error. The plan writes the error
-    /// message about the path, since the plan knows the GPUs and can name the right path.
+    /// Any other text, unchanged. In an `NVIDIA_MPS` entry such a path is an error. `plan` reports the error, since `plan`
+    /// knows the GPUs of the host and can name the right path.
     Other(String),
 }
 
 impl fmt::Display for DevicePath {
-    /// Writes the path as an administrator writes it in the device file.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::RenderNode(node) => write!(f, "{}", node.display()),
@@ -227,19 +214,18 @@ pub enum Topology {
     PerSlice,
 }
 
-/// `isolation`: the part of the host in which a fault of one client can end the work of other clients.
+/// `isolation`: how far a fault of one client spreads to other clients.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, EnumString, strum::Display)]
 #[strum(serialize_all = "snake_case")]
 pub enum Isolation {
-    /// The GPU: its slices share a control daemon and compute at the same time, so a fault in one slice ends the work in all of
-    /// them.
+    /// The slices of a GPU share a control daemon and compute at the same time. A fault in one slice ends the work in all
+    /// slices of the GPU.
     Gpu,
-    /// The slice: each slice has its own control daemon, and the slices take turns on the GPU.
+    /// Each slice has its own control daemon, and the slices take turns on the GPU. A fault ends the work in one slice only.
     Slice,
 }
 
 impl Settings {
-    /// The isolation of the slices of a GPU whose entry has these keys.
     pub fn isolation(&self, keys: &MpsEntry) -> Isolation {
         keys.isolation.unwrap_or(match self.topology {
             Topology::Shared | Topology::PerGpu => Isolation::Gpu,
@@ -247,8 +233,8 @@ impl Settings {
         })
     }
 
-    /// The reason why no GPU is served while MPS is not enabled. The reason names the configuration files that do not exist, so
-    /// that an administrator notices a misspelt directory.
+    /// The reason why no GPU is served while MPS is off. The reason names the configuration files that do not exist, so that an
+    /// administrator notices a misspelt path.
     pub fn why_not_enabled(&self) -> Problem {
         if self.says_enabled {
             return format!("{ENABLE_KEY} is false").into();
@@ -278,20 +264,19 @@ pub enum ThreadPolicy {
     Equal,
     /// Each slice gets min(100, 200/N) percent.
     Balanced,
-    /// Each slice gets 100 percent.
     Unlimited,
-    /// Each slice gets this percentage, 1 to 100.
+    /// Each slice gets this percentage, from 1 to 100.
     Fixed(u8),
 }
 
-/// `cuda_mps_multiuser`: one server, which runs as root, serves the clients of every user.
+/// `cuda_mps_multiuser`: if on, one server, which runs as root, serves the clients of every user.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum MultiUser {
-    /// One server serves every user if every GPU of the control daemon allows multi-user mode and the driver knows the option for
-    /// this mode.
+    /// On if every GPU of the control daemon allows multi-user mode and the driver's control daemon has an option for
+    /// multi-user mode. Off otherwise.
     #[default]
     Auto,
-    /// One server always serves every user. It is an error if the driver refuses the option for multi-user mode.
+    /// A driver without multi-user mode is an error.
     On,
     Off,
 }
@@ -300,50 +285,51 @@ pub enum MultiUser {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, EnumString, VariantNames)]
 #[strum(serialize_all = "snake_case")]
 pub enum CpuAffinity {
-    /// The control daemon is bound to the CPUs near its GPUs.
+    /// The CPUs near the GPUs of the control daemon.
     Auto,
     #[default]
     None,
 }
 
-/// `cuda_mps_memory_limit`: who enforces that the clients of a slice together stay within its memory.
+/// `cuda_mps_memory_limit`: who ensures that the clients of a slice together do not exceed its memory.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, EnumString, VariantNames)]
 #[strum(serialize_all = "snake_case")]
 pub enum MemoryLimit {
-    /// The kernel enforces the memory limit if it can. The service watches the memory of the clients too.
+    /// The kernel, if it can, limits the memory of a slice's clients. The service watches their memory too.
     #[default]
     Auto,
-    /// The service alone watches the memory; the kernel enforces no limit.
+    /// The service alone watches the memory of a slice's clients.
     Watch,
 }
 
-/// `cuda_mps_overuse`: the consequence when a slice has more clients, or uses more memory, than its budget allows.
+/// `cuda_mps_overuse`: the service's reaction when the clients of a slice exceed its budget.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, EnumString, VariantNames)]
 #[strum(serialize_all = "snake_case")]
 pub enum OnOveruse {
-    /// The service only writes a message about the overuse.
+    /// The service only writes a message.
     #[default]
     Report,
-    /// The service writes a message, and ends the GPU work of the newest clients of the slice, until the remaining clients fit.
+    /// The service writes a message, and ends the GPU work of the slice's newest clients until the other clients fit into the
+    /// budget.
     Terminate,
 }
 
-/// `cuda_mps_may_terminate`: who may end the GPU work of a process.
+/// `cuda_mps_may_terminate`: the users who may end the GPU work of a process.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, EnumString, VariantNames)]
 #[strum(serialize_all = "snake_case")]
 pub enum MayTerminate {
     #[default]
     Root,
-    /// Root, and the user who has started the process, may end the GPU work of the process.
+    /// Root, and the user who has started the process.
     Owner,
 }
 
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Sources {
-    /// The main configuration file, if the command line names the file. Without the option `--config`, the main file is searched
-    /// for in the usual places.
+    /// The main configuration file on the command line. None if the command line has no `--config`. Then the main file is the
+    /// first file of `main_files` that exists.
     pub config: Option<PathBuf>,
-    /// The directory below which every path is looked up, including the paths in the configuration files. The directory is `/` on
+    /// The directory below which every path is opened, including the paths in the configuration files. The directory is `/` on
     /// a real host.
     pub sysroot: PathBuf,
 }
@@ -351,32 +337,32 @@ pub struct Sources {
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Loaded {
     pub settings: Settings,
-    /// Problems that an administrator should look at, although GPUs are served.
+    /// Problems that an administrator should fix, although they do not prevent the service from serving GPUs.
     pub warnings: Vec<LocatedProblem>,
-    /// True if the host belongs to the platform.
+    /// True if the host belongs to the platform, and so has a host agent.
     pub platform: bool,
     /// Settings that are correct for this service, but with which the platform's host agent or its containers fail.
     pub agent: Vec<agent::Trouble>,
-    /// The keys that this service does not know, with their places. An unknown key helps only to find a typing error.
+    /// The keys that this service does not know, with their places. Most belong to the host agent, and some may be misspelt.
     pub unknown_keys: Vec<(Origin, String)>,
-    /// The keys that a later file overrides, each with the overridden place and the place that counts.
+    /// The keys that a later file overrides. The first place is that of the overridden value, the second that of the value that
+    /// counts.
     pub overridden: Vec<(&'static str, Origin, Origin)>,
 }
 
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Refused {
-    /// Every problem of every configuration file, in the order of the files and their lines. The list has at least one problem.
+    /// Every problem of every configuration file, in the order of the files and their lines. Never empty.
     pub problems: Vec<LocatedProblem>,
-    /// The warnings, one of which is often the reason for a problem.
     pub warnings: Vec<LocatedProblem>,
 }
 
-/// Reads the main file, then the local file that overrides it, then the device file that they name.
+/// Reads the main file, then the local file that overrides it, then the device file that a key in these files names.
 pub fn load(sources: &Sources) -> Result<Loaded, Refused> {
     let mut draft = Draft::new();
     read_main_file(sources, &mut draft);
     if let Some(file) = draft.local_file.clone() {
-        // A missing local file is no problem, even if a key names it.
+        // A missing local file is no problem, even if the key `local_config_file` names the file.
         match draft.checked(read_text(&sources.sysroot, &file)) {
             Some(Some(text)) => draft.overlay(&file, &text),
             Some(None) => draft.settings.absent.push(file),
@@ -399,12 +385,12 @@ pub fn load(sources: &Sources) -> Result<Loaded, Refused> {
 /// The default path of the main file. Messages name this path if the host has no main file.
 pub const MAIN_FILE: &str = "/etc/yunion/host.conf";
 
-/// The first path to try for the main file. The platform's programs read ./etc/host.conf and run in /opt/yunion/bin. This service
-/// can't use its own working directory: under systemd the working directory is /, and /etc/host.conf belongs to the C library.
+/// The path at which the main file is searched for first. The platform's programs read ./etc/host.conf and run in
+/// /opt/yunion/bin. This service can't read ./etc/host.conf: its working directory under systemd is /, and /etc/host.conf
+/// belongs to the C library.
 const PLATFORM_FILE: &str = "/opt/yunion/bin/etc/host.conf";
 
 impl Loaded {
-    /// The files that were read, for a message. If no file was read, the message names the main file that does not exist.
     pub fn files(&self) -> String {
         match self.settings.sources.as_slice() {
             [] => MAIN_FILE.to_owned(),
@@ -412,9 +398,9 @@ impl Loaded {
         }
     }
 
-    /// The reason why this configuration must not replace a configuration that serves GPUs, although this configuration is
-    /// correct: the change would end the work of all tenants, and no administrator has written `enable_cuda_mps: false`. Usually
-    /// the reason is that host.conf is just being written, or was removed.
+    /// Returns a problem if this configuration turns MPS off although no file has `enable_cuda_mps: false`. Usually somebody is
+    /// just writing host.conf, or has removed the file. A reload of such a configuration would end the work of all tenants, so
+    /// the service refuses the reload.
     pub fn silent_end(&self) -> Option<LocatedProblem> {
         (!self.settings.enabled && !self.settings.says_enabled).then(|| {
             let file = self.settings.sources.first().map_or(Path::new(MAIN_FILE), PathBuf::as_path);
@@ -431,7 +417,6 @@ fn listed(files: &[PathBuf]) -> String {
 }
 
 impl Sources {
-    /// The paths to try for the main file, in order. The first file that exists is used.
     pub fn main_files(&self) -> Vec<&Path> {
         match &self.config {
             Some(file) => vec![file],
@@ -460,8 +445,8 @@ fn read_main_file(sources: &Sources, draft: &mut Draft) {
 fn read_device_file(sources: &Sources, draft: &mut Draft) {
     let before = draft.problems.len();
     match (&draft.device_file, draft.nearly_device_file.take()) {
-        // Without a device file every GPU is served. A misspelt `container_device_config_file` must not have the effect that
-        // every GPU is served, so the misspelt key is a problem.
+        // Without a device file the service serves every GPU. A misspelt `container_device_config_file` must not cause that, so
+        // the misspelt key is a problem.
         (None, problem) => draft.problems.extend(problem),
         (Some(_), problem) => draft.warnings.extend(problem),
     }
@@ -484,16 +469,16 @@ fn read_device_file(sources: &Sources, draft: &mut Draft) {
             None => {}
         }
     }
-    // A host without MPS may have an outdated device file, or use the file for devices of other types. So on a host without MPS,
-    // the problems of the device file become warnings. But if the configuration has another problem, MPS may be off by mistake,
-    // and the problems of the device file stay problems.
+    // A host without MPS may have an outdated device file, or use the file for devices of other types. So with MPS off,
+    // problems of the device file become warnings. But if another file has a problem, MPS may be off by mistake, and the
+    // problems of the device file stay problems.
     if !draft.settings.enabled && before == 0 {
         draft.warnings.extend(draft.problems.drain(before..));
     }
 }
 
-/// The warning about a device file without an entry of the type `NVIDIA_MPS`: without such an entry every GPU is served. The
-/// warning is left out if the administrator has set `cuda_mps_replicas`, which is the number of slices of GPUs without an entry.
+/// The warning that the device file has no entry of the type `NVIDIA_MPS`, so that the service serves every GPU. There is no
+/// warning if a file sets `cuda_mps_replicas`: an administrator who sets this key wants GPUs without an entry to be served.
 fn without_entry(file: &Path, draft: &Draft) -> Option<LocatedProblem> {
     let Settings { enabled, devices, replicas, .. } = &draft.settings;
     let is_wanted = draft.origin(REPLICAS_KEY).is_some() || devices.iter().any(|entry| entry.mps.is_some());
@@ -510,7 +495,6 @@ fn without_entry(file: &Path, draft: &Draft) -> Option<LocatedProblem> {
     })
 }
 
-/// The largest configuration file that is read. A normal configuration file has a few KiB.
 const MAX_FILE_BYTES: u64 = 1024 * 1024;
 
 /// The text of a file. None if the file does not exist.
@@ -540,7 +524,7 @@ pub fn below(sysroot: &Path, file: &Path) -> PathBuf {
     }
 }
 
-/// Decodes the bytes of a file as UTF-8 text. The error gives the line of the first byte that is no text.
+/// Decodes the bytes of a file as UTF-8 text. The error gives the line of the first NUL byte or invalid byte.
 fn text_of(file: &Path, bytes: &[u8]) -> Result<String, LocatedProblem> {
     let damaged = |at: usize, found, remedy| {
         let line = Some(bytes.iter().take(at).filter(|byte| **byte == b'\n').count() + 1);
@@ -557,7 +541,6 @@ fn text_of(file: &Path, bytes: &[u8]) -> Result<String, LocatedProblem> {
     }
 }
 
-/// Reads a whole number within a range. The error names the allowed values.
 fn whole<T>(value: &Value<'_>, range: RangeInclusive<T>, unit: &str) -> Result<T, Problem>
 where
     T: TryFrom<i128> + PartialOrd + fmt::Display,
@@ -569,21 +552,20 @@ where
     })
 }
 
-/// Reads a number of slices. The platform's `addr` column has 16 characters, as many as the name `0001:1a:00.0-999`. So a
-/// slice's ordinal has at most three digits.
+/// Reads a number of slices. The platform's database column `addr` has room for 16 characters, the length of
+/// `0001:1a:00.0-999`. So a slice's ordinal has at most three digits.
 fn slices(value: &Value<'_>) -> Result<NonZeroU32, Problem> {
     whole(value, 1..=999, "slices").map(|count| NonZeroU32::new(count).unwrap_or(NonZeroU32::MIN))
 }
 
-/// Reads a number of clients. The largest allowed number is more than any GPU can have.
+/// Reads a number of clients. The limit is larger than the number of clients that any GPU can have.
 fn most_clients(value: &Value<'_>) -> Result<NonZeroU32, Problem> {
     whole(value, 1..=999, "clients").map(|count| NonZeroU32::new(count).unwrap_or(NonZeroU32::MIN))
 }
 
-/// The largest memory of a slice that the device file can ask for, in MiB: 16 TiB.
+/// In MiB: 16 TiB.
 const MOST_MEMORY_MIB: u64 = 16 << 20;
 
-/// Reads an amount of memory: a number of MiB, or a number with its unit.
 fn memory(value: &Value<'_>) -> Result<NonZeroU64, Problem> {
     let text = value.text();
     let (number, unit) = match (text.strip_suffix("GiB"), text.strip_suffix("MiB")) {
@@ -616,7 +598,6 @@ mod tests {
     const DEVICE_FILE: &str = "/etc/yunion/host_container_device.yml";
     const ONE_GPU: &[u8] = b"devices:\n- {path: /dev/dri/renderD128, type: NVIDIA_MPS, virtual_number: 2}\n";
 
-    /// A temporary root directory that contains these files.
     fn sysroot(files: &[(&str, &[u8])]) -> tempfile::TempDir {
         let root = tempfile::tempdir().unwrap();
         for (file, content) in files {
@@ -742,7 +723,7 @@ mod tests {
             texts(&refused.problems),
             ["/opt/y.conf: no such file; create the file or correct the path on the command line"]
         );
-        // With the root directory `/`, a relative name is relative to the working directory.
+        // If the sysroot is `/`, a relative path is relative to the working directory.
         assert_eq!(below(Path::new("/"), Path::new("etc/host.conf")), Path::new("etc/host.conf"));
         let absolute = root.path().join("opt/x.conf");
         assert!(load(&Sources { config: Some(absolute), sysroot: "/".into() }).is_ok());
@@ -771,7 +752,7 @@ mod tests {
         }
     }
 
-    /// A problem is often caused by a misspelt key, which only a warning names.
+    /// A problem is often caused by a misspelt key, and only a warning names the misspelt key.
     #[test]
     fn problems_hide_no_warning() {
         let main = b"enable_cuda_mps: true\ncuda_mps_replica: 4\ncuda_mps_replicas: 0\n".as_slice();
@@ -791,7 +772,7 @@ mod tests {
         let told = |main: &str, devices: &str| -> Vec<String> {
             let main = format!("{main}\n{DEVICE_FILE_KEY}: {DEVICE_FILE}\n");
             let files = [(MAIN_FILE, main.as_bytes()), (DEVICE_FILE, devices.as_bytes())];
-            // A host without the platform has no host agent whose configuration could differ.
+            // Without a key of the platform, the host has no host agent, so there is no trouble with the host agent.
             assert_eq!(load_files(&files).unwrap().agent, []);
             let platforms = format!("{main}hostname: host1\n");
             let loaded = load_files(&[(MAIN_FILE, platforms.as_bytes()), files[1]]).unwrap();
@@ -868,7 +849,7 @@ mod tests {
         let loaded = load_files(&[(MAIN_FILE, main)]).unwrap();
         assert_eq!(loaded.warnings.len(), 1);
         assert_eq!(loaded.warnings[0].key, DEVICE_FILE_KEY);
-        // `maybe` does not say that MPS is off, so the problems do not become warnings.
+        // With `maybe` MPS is not certainly off, so the problems do not become warnings.
         let main = b"enable_cuda_mps: maybe\ncontainer_device_config_file: /etc/none.yml\n".as_slice();
         assert_eq!(load_files(&[(MAIN_FILE, main)]).unwrap_err().len(), 2);
     }
@@ -883,7 +864,7 @@ mod tests {
             let [problem] = problems.as_slice() else { panic!("{problems:?}") };
             assert_eq!((problem.origin.line, problem.key.as_str()), (Some(2), slip));
             assert!(problem.problem.remedy.contains(DEVICE_FILE_KEY), "{problem}");
-            // The misspelt key does no harm if the correct key is there too, or if nothing is served.
+            // The misspelt key does no harm if the correct key is there too, or if MPS is off.
             let named = format!("{main}{DEVICE_FILE_KEY}: {DEVICE_FILE}\n");
             let loaded = load_files(&[(MAIN_FILE, named.as_bytes()), (DEVICE_FILE, ONE_GPU)]).unwrap();
             assert_eq!(loaded.warnings, problems);
@@ -913,8 +894,8 @@ mod tests {
             let [problem] = <[LocatedProblem; 1]>::try_from(problems).unwrap();
             assert_eq!(problem.origin, Origin { file: DEVICE_FILE.into(), line }, "{problem}");
         }
-        // Each text is repeated up to the size limit of a file. Without limits of its own, the parser would take very long
-        // for such files.
+        // Each text is repeated up to the size limit of a file. Without its own limits on brackets, line lengths and aliases,
+        // the parser would take very long for these files.
         for unit in ["[", "- ", "a: ", "a\n", "- a\n", "? ", "&a ", "! ", "'", "\u{e9}"] {
             let mut content = unit.repeat(1024 * 1024 / unit.len()).into_bytes();
             content.truncate(1024 * 1024);
@@ -948,7 +929,7 @@ mod tests {
             problem.to_string(),
             "/etc/yunion/host.conf: is a directory, not a regular file; put a regular file at this path"
         );
-        // Root can read a file whatever its permissions are, so the test makes a file unreadable with a loop of links.
+        // Root can read a file with any permissions, so the test makes the file unreadable by a loop of symbolic links.
         fs::remove_dir(&main).unwrap();
         symlink("host.conf", &main).unwrap();
         let [problem] = <[LocatedProblem; 1]>::try_from(load_below(&root).unwrap_err()).unwrap();
@@ -961,7 +942,6 @@ mod tests {
         assert_eq!(problem.problem.found, "is a device, not a regular file");
     }
 
-    /// The example file with each line uncommented that has a key.
     fn uncommented(example: &str) -> String {
         let line = |line: &str| match line.strip_prefix('#') {
             Some(rest) if rest.starts_with(|c: char| !c.is_whitespace()) || rest.starts_with("  type:") => {

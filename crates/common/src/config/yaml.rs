@@ -1,9 +1,9 @@
-//! YAML as the settings need it: every key with its line, duplicate keys in order, and for each text the fact if it was quoted.
-//! The quotation marks matter, since YAML 1.1 reads a plain `yes` as true and a quoted `yes` as text.
+//! Parses YAML with three facts that `serde_yaml::Value` lacks: the line of every key, duplicate keys in their order, and the
+//! quotation marks of each text. The quotation marks matter, since YAML 1.1 reads a plain `yes` as true and a quoted `yes` as
+//! text.
 //!
-//! `serde_yaml::Value` has no lines, no duplicate keys and no quotation marks. But `serde_yaml` borrows texts from its input
-//! instead of copying them. So the address of a text gives its line, and the byte after the text shows if a quotation mark ended
-//! the text.
+//! `serde_yaml` borrows texts from its input instead of copying them. So the address of a text gives its line, and the byte
+//! after the text shows if a quotation mark ends the text.
 
 use std::borrow::Cow;
 use std::cell::Cell;
@@ -18,8 +18,8 @@ use crate::text::clean;
 
 #[derive(Debug, Clone, PartialEq)]
 pub(super) struct Node<'t> {
-    /// The line of the value, from 1. The line of a list or mapping is the first known line of its elements. None if the value is
-    /// a number, a boolean or null: for such a value, the line of its key is used.
+    /// Counted from 1. The line of a list or mapping is the first known line of its elements. None for a number, a boolean or
+    /// null: messages then name the line of the key.
     pub(super) line: Option<usize>,
     pub(super) value: Value<'t>,
 }
@@ -30,8 +30,8 @@ impl<'t> Node<'t> {
     }
 }
 
-/// A value of a YAML file. YAML 1.2 decides the type of a plain scalar. `as_bool` and similar methods apply the platform's
-/// rules.
+/// A value of a YAML file. `serde_yaml` finds the type by the rules of YAML 1.2. `as_bool` and similar methods convert the
+/// value by the rules of the platform's host agent.
 #[derive(Debug, Clone, PartialEq)]
 pub(super) enum Value<'t> {
     Null,
@@ -45,13 +45,12 @@ pub(super) enum Value<'t> {
 
 pub(super) type Pair<'t> = (Node<'t>, Node<'t>);
 
-/// A message shows at most this number of characters of a text in the file.
 const SHOWN_CHARS: usize = 80;
 
 const ERROR_CHARS: usize = 300;
 
 impl Value<'_> {
-    /// Reads a boolean by the platform's rules: a plain word of YAML 1.1, or any text that Go's `ParseBool` accepts.
+    /// Converts a boolean by the host agent's rules: a plain word of YAML 1.1, or any text that Go's `ParseBool` accepts.
     pub(super) fn as_bool(&self) -> Option<bool> {
         match self {
             Self::Bool(value) => Some(*value),
@@ -68,8 +67,8 @@ impl Value<'_> {
         }
     }
 
-    /// Reads a whole number: `4`, `"4"` or `4.0`. A plain number with a leading zero is refused, since YAML 1.1 reads it as
-    /// octal, and hardly any user wants an octal number.
+    /// Converts a whole number such as `4`, `"4"` or `4.0`. None for a plain number with a leading zero: YAML 1.1 reads this
+    /// number as octal, and hardly any user wants an octal number.
     pub(super) fn as_integer(&self) -> Option<i128> {
         match self {
             Self::Integer(value) => Some(*value),
@@ -84,7 +83,6 @@ impl Value<'_> {
         }
     }
 
-    /// The value as text. None if the value is null, a list or a mapping.
     pub(super) fn as_text(&self) -> Option<Cow<'_, str>> {
         match self {
             Self::Bool(value) => Some(value.to_string().into()),
@@ -95,17 +93,15 @@ impl Value<'_> {
         }
     }
 
-    /// The value as text. The text is empty for null, a list or a mapping.
+    /// Empty if the value is null, a list or a mapping.
     pub(super) fn text(&self) -> Cow<'_, str> {
         self.as_text().unwrap_or_default()
     }
 
-    /// The problem that this value is not allowed.
     pub(super) fn wrong(&self, remedy: impl Into<String>) -> Problem {
         Problem::new(self.found(), remedy)
     }
 
-    /// The value for a message: on one line, shortened, and without control characters.
     pub(super) fn found(&self) -> String {
         match self {
             Self::Null => "found nothing".to_owned(),
@@ -117,7 +113,6 @@ impl Value<'_> {
     }
 }
 
-/// The name of a key from a file, without control characters.
 pub(super) fn printable(key: &str) -> String {
     clean(&cut(key, SHOWN_CHARS))
 }
@@ -129,7 +124,7 @@ fn cut(text: &str, chars: usize) -> Cow<'_, str> {
     }
 }
 
-/// Reads the first YAML document of a file. Null if the file has no document.
+/// Reads the first YAML document of a file. The value is `Null` if the file has no document.
 pub(super) fn parse<'t>(file: &Path, text: &'t str) -> Result<Node<'t>, LocatedProblem> {
     let brackets = text.bytes().filter(|byte| matches!(byte, b'[' | b'{')).count();
     if brackets > MAX_BRACKETS {
@@ -166,33 +161,33 @@ fn problem(file: &Path, text: &str, error: &serde_yaml::Error) -> LocatedProblem
         Some(_) => ("a tab in the indentation", "YAML indents with spaces only: replace the tabs"),
         None => ("not valid YAML", "correct this line or the line before"),
     };
-    // The parser's message may quote keys of the file, so the message is cleaned and cut.
+    // The parser's message may quote keys of the file, so control characters are replaced and a long message is shortened.
     let found = format!("{found} ({})", clean(&cut(&error.to_string(), ERROR_CHARS)));
     LocatedProblem::new(Origin { file: file.to_owned(), line: tabbed.or(line) }, "", found, remedy)
 }
 
-/// The most values that the aliases of a file may add.
+/// The most values that aliases may add to the values that the file itself contains.
 const ALIAS_ALLOWANCE: usize = 65_536;
 
 /// The most open brackets in a file. The parser's time grows with the square of their number, so a file full of brackets would
 /// take hours.
 const MAX_BRACKETS: usize = 1024;
 
-/// The most bytes of a line. The parser's time grows with the square of the length of a text with blanks: 1 MiB would take a
-/// minute.
+/// The most bytes of a line. The parser's time grows with the square of the length of a text with blanks. A line of 1 MiB would
+/// take a minute.
 const MAX_LINE_BYTES: usize = 16 << 10;
 
 /// The greatest depth of nested lists and mappings. An alias that contains itself would nest without end.
 const MAX_DEPTH: u8 = 32;
 
-/// The reader of a value: the input text, and the facts that the reader of every value needs.
+/// Builds a [`Node`] from one value of the input. Every nested value gets its own copy of this struct.
 #[derive(Clone, Copy)]
 struct NodeSeed<'s, 't> {
     text: &'t str,
     newlines: &'s [usize],
-    /// The number of values and copied bytes that the reader may still build. An alias repeats its value, so a small file could
-    /// ask for any number of values. A file without aliases never reaches the limit, since each value and each copied byte takes
-    /// at least half a byte of the file.
+    /// The number of values and copied bytes that may still be built. Each alias repeats its value, so a small file with
+    /// aliases could ask for any number of values. A file without aliases never reaches the limit, since each value and each
+    /// copied byte takes at least half a byte of the file.
     budget: &'s Cell<usize>,
     depth: u8,
 }
@@ -212,7 +207,6 @@ impl<'t> NodeSeed<'_, 't> {
         Ok(())
     }
 
-    /// A text that `serde_yaml` borrows from the input.
     fn lent(self, text: &'t str) -> Node<'t> {
         let start = text.as_ptr().addr().checked_sub(self.text.as_ptr().addr());
         let start = start.filter(|start| *start <= self.text.len());
@@ -268,8 +262,8 @@ impl<'t> de::Visitor<'t> for NodeSeed<'_, 't> {
     }
 
     fn visit_u128<E: de::Error>(self, value: u128) -> Result<Node<'t>, E> {
-        // No setting takes a number that is too large for `i128`, so such a number is kept as a text. A message about the number
-        // can show this text unchanged.
+        // No setting takes a number that is too large for `i128`. The number becomes a text, which a message can show
+        // unchanged.
         let text = || Value::Text { text: value.to_string().into(), quoted: false };
         Ok(Node::without_line(i128::try_from(value).map_or_else(|_| text(), Value::Integer)))
     }
@@ -282,9 +276,9 @@ impl<'t> de::Visitor<'t> for NodeSeed<'_, 't> {
         Ok(self.lent(text))
     }
 
-    /// A text whose form in the input differs from its value: the text has escapes, is folded or spans several lines. A plain
-    /// text that spans several lines is neither a boolean nor a number, so it does not matter that every text with another form
-    /// in the input counts as quoted.
+    /// `serde_yaml` passes a copied text if the text's form in the input differs from its value: with escapes, folded, or on
+    /// several lines. Every copied text counts as quoted. The mark does not matter for a plain text on several lines, which is
+    /// neither a boolean nor a number.
     fn visit_str<E: de::Error>(self, text: &str) -> Result<Node<'t>, E> {
         self.spend(text.len())?;
         Ok(Node::without_line(Value::Text { text: text.to_owned().into(), quoted: true }))
@@ -320,13 +314,12 @@ impl<'t> de::Visitor<'t> for NodeSeed<'_, 't> {
     }
 }
 
-/// Adds the pairs of a merge key, `<<`, which inserts the pairs of the mappings in its value. As in the platform's parser, the
-/// inserted pairs count at the place of the merge key: a later key overrides an inserted pair, and an inserted pair overrides an
-/// earlier key.
+/// Adds the pairs of a merge key `<<`, whose value has one or several mappings. As in the host agent's parser, the merged pairs
+/// count at the place of the merge key. So a later key overrides a merged pair, and a merged pair overrides an earlier key.
 fn merge<'t>(pairs: &mut Vec<(Pair<'t>, bool)>, value: Value<'t>) -> Result<(), &'static str> {
     match value {
         Value::Map(merged) => pairs.extend(merged.into_iter().map(|pair| (pair, true))),
-        // The items are merged in reverse order: if several of the mappings have a key, the first mapping counts.
+        // The mappings are merged in reverse order, since the first mapping counts if several mappings have a key.
         Value::List(items) => {
             for item in items.into_iter().rev() {
                 let Value::Map(_) = item.value else { return Err(BAD_MERGE) };
@@ -338,8 +331,8 @@ fn merge<'t>(pairs: &mut Vec<(Pair<'t>, bool)>, value: Value<'t>) -> Result<(), 
     Ok(())
 }
 
-/// The pairs of a mapping, without merged pairs that a later key overrides. Overriding is the purpose of merging, so a merged
-/// key that is overridden is no duplicate.
+/// The pairs of a mapping, without merged pairs that a later key overrides. Merged pairs are made to be overridden, so they
+/// must not be reported as duplicates.
 fn without_overridden(pairs: Vec<(Pair<'_>, bool)>) -> Vec<Pair<'_>> {
     let mut later = BTreeSet::new();
     let counts = |(pair, merged): &(Pair<'_>, bool)| {
@@ -361,7 +354,6 @@ mod tests {
         parse(Path::new("/etc/x.yml"), text)
     }
 
-    /// Each key of a mapping, with its line and its value.
     fn pairs(text: &str) -> Vec<(String, Option<usize>, Value<'_>)> {
         let Value::Map(pairs) = read(text).unwrap().value else { panic!("not a mapping: {text}") };
         let name = |node: &Node<'_>| node.value.as_text().unwrap_or_default().into_owned();
@@ -508,8 +500,7 @@ mod tests {
         }
         let problem = read(&laughs).unwrap_err();
         assert!(problem.problem.found.contains("the aliases expand to too many values"), "{problem}");
-        // The limit also holds for many aliases of one large list, and for many aliases of a long text, which each alias
-        // copies.
+        // The limit also prevents many aliases of one large list, and many aliases of a long text, which each alias copies.
         let wide = format!("a: &a\n{}b:\n{}", "- x\n".repeat(2_000), "- *a\n".repeat(2_000));
         assert!(read(&wide).unwrap_err().problem.found.contains("the aliases expand to too many values"));
         let long = format!("a: &a \"\\x41{}\"\nb:\n{}", "y".repeat(10_000), "- *a\n".repeat(2_000));

@@ -1,13 +1,13 @@
-//! The immutable flag of a directory, the same as that of `chattr +i`. In an immutable directory no process can make, remove or
-//! rename anything; and no process can remove the directory or change its mode. Removing the flag needs `CAP_LINUX_IMMUTABLE`,
-//! which root in a container does not have. Clients can still connect to sockets in an immutable directory.
+//! The immutable flag of a directory, which `chattr +i` sets. In an immutable directory no process can make, remove or rename a
+//! file. No process can remove the directory or change its mode. Only a process with `CAP_LINUX_IMMUTABLE`, which root in a
+//! container does not have, can remove the flag. Clients can still connect to sockets in an immutable directory.
 
 use std::os::fd::{AsFd, OwnedFd};
 
 use rustix::fs::{IFlags, Mode, OFlags};
 use rustix::io::{Errno, Result};
 
-/// Returns whether the directory has the immutable flag. An error if the file system has no immutable flag.
+/// Fails if the file system has no immutable flag.
 pub fn is_set(directory: impl AsFd) -> Result<bool> {
     Ok(rustix::fs::ioctl_getflags(readable(directory)?)?.contains(IFlags::IMMUTABLE))
 }
@@ -22,7 +22,7 @@ pub fn set(directory: impl AsFd, immutable: bool) -> Result<()> {
     if flags == before { Ok(()) } else { rustix::fs::ioctl_setflags(&directory, flags) }
 }
 
-/// Makes a change in a directory of the service. If the immutable flag prevents the change, the flag is removed first.
+/// Makes a change in a directory of the service. If the immutable flag prevents the change, removes the flag and tries again.
 pub fn change<T>(directory: impl AsFd, change: impl Fn() -> Result<T>) -> Result<T> {
     match change() {
         Err(Errno::PERM) if set(directory, false).is_ok() => change(),
@@ -30,8 +30,8 @@ pub fn change<T>(directory: impl AsFd, change: impl Fn() -> Result<T>) -> Result
     }
 }
 
-/// Opens the directory for reading. The kernel reads and sets flags only through a descriptor that is open for reading, not
-/// through an `O_PATH` descriptor.
+/// The kernel reads and sets the flags of a file only through a descriptor that is open for reading, and not through an
+/// `O_PATH` descriptor.
 fn readable(directory: impl AsFd) -> Result<OwnedFd> {
     let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC;
     rustix::fs::openat(directory, ".", flags, Mode::empty())

@@ -1,6 +1,6 @@
-//! Questions without a guaranteed answer: to NVML about a GPU that has fallen off the bus, or to the kernel about a process that
-//! is stuck in the driver. A question that hangs occupies its thread for ever. So each kind of question has only a few threads,
-//! and hanging questions of one kind can't block the other kinds.
+//! Runs calls that may never return: calls of NVML about a GPU that has fallen off the bus, or reads of /proc about a process
+//! that hangs in the driver. A call that hangs occupies its thread for ever. So each kind of call has a limited number of
+//! threads, and hanging calls of one kind can't block the other kinds.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -8,18 +8,16 @@ use std::time::Duration;
 use tokio::sync::Semaphore;
 use tokio::time::timeout;
 
-/// The threads that the service may use for one kind of question.
 #[derive(Debug, Clone)]
 pub struct Blocking(Arc<Semaphore>);
 
 impl Blocking {
-    /// Allows as many questions at a time as `threads` says.
     pub fn new(threads: usize) -> Self {
         Self(Arc::new(Semaphore::new(threads)))
     }
 
-    /// Asks the question on a thread of its own. None if no answer comes within `patience`: the question hangs, hanging
-    /// questions occupy all threads, or the question has panicked.
+    /// Runs the call `question` on a thread of its own. None if no answer comes within `patience`: the call hangs, calls that
+    /// hang occupy all threads, or the call has panicked.
     pub async fn ask<T: Send + 'static>(
         &self,
         patience: Duration,
@@ -27,8 +25,8 @@ impl Blocking {
     ) -> Option<T> {
         let answer = async {
             let thread = Arc::clone(&self.0).acquire_owned().await.ok()?;
-            // The caller may stop waiting before the thread has ended. So the permit moves into the thread, and is released
-            // when the thread ends.
+            // The caller may stop waiting before the thread ends. So the permit moves into the thread, and is released when the
+            // thread ends.
             let asked = tokio::task::spawn_blocking(move || (question(), thread));
             asked.await.ok().map(|(answer, _)| answer)
         };

@@ -1,17 +1,14 @@
-//! The compute mode of a GPU: who may use it.
+//! The compute mode of a GPU, which decides how many processes may use the GPU.
 
 use mps_core::Tenure;
 
-/// The mode that decides which processes may open a context on a GPU. The text of the mode is that of `nvidia-smi
-/// --query-gpu=compute_mode`.
+/// The variants have the names that `nvidia-smi --query-gpu=compute_mode` prints.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, strum::Display, strum::EnumString)]
 pub enum ComputeMode {
-    /// Any number of processes may use the GPU.
     Default,
     /// One thread may use the GPU. NVIDIA has deprecated this mode.
     #[strum(to_string = "Exclusive_Thread")]
     ExclusiveThread,
-    /// No process may use the GPU.
     Prohibited,
     /// One process may use the GPU, such as an MPS server.
     #[strum(to_string = "Exclusive_Process")]
@@ -19,8 +16,9 @@ pub enum ComputeMode {
 }
 
 impl ComputeMode {
-    /// The compute mode of a GPU that is served. `EXCLUSIVE_PROCESS` is for a GPU with one control daemon: the server can open
-    /// the GPU, and a program without MPS can't. Several control daemons can't share a GPU in the mode `EXCLUSIVE_PROCESS`.
+    /// The compute mode of a GPU while control daemons serve it. In `EXCLUSIVE_PROCESS` the server of a single control daemon
+    /// can open the GPU, and a program without MPS can't. The servers of several control daemons could not open the GPU either,
+    /// so they need `DEFAULT`.
     pub fn while_served(tenure: Tenure) -> Self {
         match tenure {
             Tenure::Alone => Self::ExclusiveProcess,
@@ -28,7 +26,6 @@ impl ComputeMode {
         }
     }
 
-    /// True if at most one process may use the GPU.
     pub fn is_exclusive(self) -> bool {
         matches!(self, Self::ExclusiveProcess | Self::ExclusiveThread)
     }

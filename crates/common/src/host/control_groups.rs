@@ -1,7 +1,6 @@
-//! Control groups as the kernel shows them: the control group of a process, and the existence and use of a control group.
-//!
-//! On a host with several hierarchies (cgroup v1), only the hierarchy `name=systemd` counts, in which the service manager and
-//! every container runtime put processes. A host with cgroup v2 has only one hierarchy.
+//! Reads control groups from the kernel: the control group of a process, and the processes of a control group. On a host with
+//! several hierarchies (cgroup v1), only the hierarchy `name=systemd` counts. The service manager and every container runtime
+//! put processes into that hierarchy. A host with cgroup v2 has only one hierarchy.
 
 use std::fs::{self, Metadata};
 use std::io;
@@ -12,57 +11,49 @@ use mps_core::bindings::{ControlGroup, GroupUse, is_named_by_root, pod_of};
 
 use super::proc;
 
-/// The directory in which the kernel's control groups are mounted: the one hierarchy, or a directory for each hierarchy.
+/// With cgroup v2 the mount point of the only hierarchy. With cgroup v1 this directory has a subdirectory for each hierarchy.
 const MOUNT: &str = "/sys/fs/cgroup";
 
-/// A file that exists only with cgroup v2, which has one hierarchy.
 const ONE_HIERARCHY: &str = "/sys/fs/cgroup/cgroup.controllers";
 
-/// The most descendants of a control group that are read in a search for processes.
+/// The largest number of descendants of a control group that are searched for processes. With more descendants, the control
+/// group counts as used.
 const MOST: usize = 256;
 
-/// The names in `/proc/PID/cgroup` of the one hierarchy of cgroup v2, and of the hierarchy of the service manager.
+/// The names of hierarchies in `/proc/PID/cgroup`: the only hierarchy of cgroup v2, and the service manager's hierarchy of
+/// cgroup v1.
 const UNIFIED: &str = "";
 const OF_SERVICE_MANAGER: &str = "name=systemd";
 
-/// The name of the hierarchy that counts for the service on this host.
 fn hierarchy() -> &'static str {
     if Path::new(ONE_HIERARCHY).exists() { UNIFIED } else { OF_SERVICE_MANAGER }
 }
 
-/// The directory in which a hierarchy is mounted.
 fn mount(hierarchy: &str) -> PathBuf {
     match hierarchy {
-        // A host with several hierarchies has the unified hierarchy, if any, in this subdirectory.
+        // A host with cgroup v1 may also have the unified hierarchy, in this subdirectory.
         UNIFIED if !Path::new(ONE_HIERARCHY).exists() => Path::new(MOUNT).join("unified"),
         UNIFIED => PathBuf::from(MOUNT),
         named => Path::new(MOUNT).join(named.strip_prefix("name=").unwrap_or(named)),
     }
 }
 
-/// The path of a process's control group in a hierarchy. `cgroups` is the text of `/proc/PID/cgroup`.
+/// The path of a process's control group in a hierarchy. `cgroups` is the text of `/proc/PID/cgroup`. None if the process is in
+/// no control group of the hierarchy.
 fn path_in<'a>(hierarchy: &str, cgroups: &'a str) -> Option<&'a str> {
-    // A line of `/proc/PID/cgroup` has a number, the name of a hierarchy, and a path. A tenant may have chosen names in the path,
-    // and the names can have colons.
+    // A line of `/proc/PID/cgroup` has a number, the name of a hierarchy, and a path, with colons between them. A tenant may
+    // have chosen names in the path, and these names can have colons.
     cgroups.lines().find_map(|line| {
         let mut fields = line.splitn(3, ':').skip(1);
         (fields.next()? == hierarchy).then(|| fields.next())?
     })
 }
 
-/// The path of the control group of a process.
-///
-/// # Errors
-/// The process has ended, or is in no control group of the hierarchy that counts for the service.
 pub fn path_of(pid: u32) -> io::Result<String> {
     let cgroups = proc::cgroups_text(pid)?;
     path_in(hierarchy(), &cgroups).map(str::to_owned).ok_or_else(|| io::ErrorKind::NotFound.into())
 }
 
-/// The control group at a path.
-///
-/// # Errors
-/// There is no such control group.
 pub fn find(path: &str) -> io::Result<ControlGroup> {
     let found = fs::symlink_metadata(directory(path))?;
     if !found.is_dir() {
@@ -71,24 +62,22 @@ pub fn find(path: &str) -> io::Result<ControlGroup> {
     Ok(ControlGroup { path: path.to_owned(), inode: found.ino() })
 }
 
-/// True if a process is the only one in its control group.
 pub fn is_alone(pid: u32) -> bool {
     let pids = path_of(pid).and_then(|path| fs::read_to_string(directory(&path).join("cgroup.procs")));
     pids.is_ok_and(|pids| pids.lines().eq([pid.to_string()]))
 }
 
-/// The directory of the control group at a path.
 pub fn directory(path: &str) -> PathBuf {
     mount(hierarchy()).join(path.trim_start_matches('/'))
 }
 
-/// Returns whether root has named the control group at a path, so that the name can be trusted. `hierarchy` is a name in
-/// `/proc/PID/cgroup`.
+/// True if root has made the control group at a path, and all its ancestors. Then a tenant can't have chosen a name in the
+/// path. `hierarchy` is a name from `/proc/PID/cgroup`.
 pub fn is_believed(hierarchy: &str, path: &str) -> bool {
     is_named_by_root(owners(mount(hierarchy), path))
 }
 
-/// The owners of a control group and of its ancestors, from the top.
+/// The users who own a control group and its ancestors, from the top. None stands for a control group that does not exist.
 fn owners(mut directory: PathBuf, path: &str) -> impl Iterator<Item = Option<u32>> {
     path.split('/').filter(|name| !name.is_empty()).map(move |name| {
         directory.push(name);
@@ -96,14 +85,14 @@ fn owners(mut directory: PathBuf, path: &str) -> impl Iterator<Item = Option<u32
     })
 }
 
-/// The use of a control group at this moment: removed, empty, or with processes.
 pub fn use_of(group: &ControlGroup) -> GroupUse {
     match find(&group.path) {
         Ok(found) if found == *group && is_empty(&group.path) => GroupUse::Empty,
         Ok(found) if found == *group => GroupUse::Used,
         Err(error) if error.kind() != io::ErrorKind::NotFound => GroupUse::Used,
-        // A process of the pod's own runs until the pod ends, and the kubelet removes the pod's control group some time later. So
-        // a pod whose control group has a process still runs.
+        // The container's control group was removed, but its pod may still run, and the kubelet may start the container again.
+        // Each pod has a process of its own, which runs until the pod ends. So a pod whose control group has a process still
+        // runs.
         Ok(_) | Err(_) => match pod_of(&group.path) {
             Some(pod) if find(pod).is_ok() && !is_empty(pod) => GroupUse::PodGoesOn,
             _ => GroupUse::Gone,
@@ -111,7 +100,7 @@ pub fn use_of(group: &ControlGroup) -> GroupUse {
     }
 }
 
-/// Returns true if neither the control group at a path nor any of its descendants has a process.
+/// True if neither the control group at a path nor any of its descendants has a process.
 fn is_empty(path: &str) -> bool {
     let directory = directory(path);
     match fs::read_to_string(directory.join("cgroup.events")) {
@@ -120,7 +109,8 @@ fn is_empty(path: &str) -> bool {
     }
 }
 
-/// Returns whether neither this control group nor any of its descendants is known to have a process.
+/// Like [`is_empty`], for a kernel without `cgroup.events`: reads the processes of every descendant. False if a descendant
+/// can't be read, or if there are more than [`MOST`].
 fn has_no_process(top: PathBuf) -> bool {
     let mut left = vec![top];
     let mut looked_at = 0;
@@ -138,8 +128,9 @@ fn has_no_process(top: PathBuf) -> bool {
     true
 }
 
-/// The part of `path` that ends with the control group of the container with this id. `path` is the control group of a process in
-/// the container, which may be a descendant of the container's control group. The whole path if no name in the path has the id.
+/// Shortens `path` so that it ends with the control group of the container `id`. `path` is the control group of a process in
+/// the container, which may be a descendant of the container's control group. Returns the whole `path` if no name in it has the
+/// id.
 pub fn of_container<'a>(path: &'a str, id: &str) -> &'a str {
     let is_its = |name: &str| {
         let name = name.strip_suffix(".scope").unwrap_or(name);
@@ -153,8 +144,8 @@ pub fn of_container<'a>(path: &'a str, id: &str) -> &'a str {
     above.find(|path| path.rsplit('/').next().is_some_and(is_its)).unwrap_or(path)
 }
 
-/// The reason why a control group has no single owner, in words: it has processes of all users, or a user can move any own
-/// process into it. None if the control group can have a single owner.
+/// The reason, in words, why a control group can't have a single owner: the control group has processes of all users, or any
+/// user can move processes into the control group. None if the control group can have a single owner.
 pub fn shared_by(path: &str) -> Option<&'static str> {
     let name = path.rsplit('/').next().unwrap_or_default();
     let is = |prefix: &str, suffix: &str| {
@@ -208,7 +199,7 @@ mod tests {
             (UNIFIED, both, Some("/unified")),
             (UNIFIED, "0::/a/xname=systemd:/b", Some("/a/xname=systemd:/b")),
             (OF_SERVICE_MANAGER, "0::/a", None),
-            // A tenant has given a control group a name that looks like another hierarchy.
+            // A tenant has named a control group `x:name=systemd:`, as if the line were about another hierarchy.
             (OF_SERVICE_MANAGER, "2:cpu:/own/x:name=systemd:/victim\n1:name=systemd:/own", Some("/own")),
             (UNIFIED, "", None),
         ] {

@@ -8,7 +8,7 @@ use rustix::thread::{CpuSet, sched_getaffinity, sched_setaffinity};
 
 use super::proc;
 
-/// A set of CPUs, which has at least one CPU.
+/// A set of CPUs that is never empty.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Cpus(CpuSet);
 
@@ -19,8 +19,8 @@ impl Cpus {
         (set.count() > 0).then_some(Self(set))
     }
 
-    /// Parses a list of CPUs as the kernel writes it, such as `0-3,8`. None if the list has no CPU, if the text is no list, or if
-    /// a CPU number is too large for the set: above 1023.
+    /// Parses a list of CPUs in the kernel's form, such as `0-3,8`. None if the list is empty or malformed, or has a CPU number
+    /// above 1023, for which the set has no room.
     pub fn parse(list: &str) -> Option<Self> {
         let range = |part: &str| {
             let (first, last) = part.split_once('-').unwrap_or((part, part));
@@ -31,20 +31,19 @@ impl Cpus {
         Self::new(|cpu| ranges.iter().any(|range| range.contains(&cpu)))
     }
 
-    /// The CPUs on which the first thread of a process may run. None if the process has ended, or if the host has more CPUs than
-    /// a set can have.
+    /// The CPUs on which the first thread of a process may run. None if the process has ended, or if the host has more CPUs
+    /// than the set has room for.
     pub fn allowed_for(pid: u32) -> Option<Self> {
         let pid = Pid::from_raw(i32::try_from(pid).ok()?)?;
         sched_getaffinity(Some(pid)).ok().map(Self)
     }
 
-    /// The CPUs of this host: its first process may use all of them.
     pub fn of_host() -> Option<Self> {
         Self::allowed_for(proc::FIRST)
     }
 
-    /// Binds the calling thread to these CPUs, and every program and thread that the thread starts. CPUs that the thread may not
-    /// use are left out. If the thread may use none of these CPUs, nothing changes.
+    /// Binds the calling thread to these CPUs, and every program and thread that this thread starts later. CPUs that the thread
+    /// may not use are ignored. If the thread may use none of these CPUs, the thread stays unbound.
     pub fn bind(self) -> io::Result<()> {
         let own = sched_getaffinity(None)?;
         match Self::new(|cpu| self.0.is_set(cpu) && own.is_set(cpu)) {
@@ -65,7 +64,6 @@ impl Cpus {
         })
     }
 
-    /// The list of CPUs as text for people. `all` stands for all CPUs of the host.
     pub fn describe(self) -> String {
         let all = Self::of_host().is_some_and(|host| self.includes(host));
         if all { "all".to_owned() } else { self.to_string() }
@@ -73,7 +71,6 @@ impl Cpus {
 }
 
 impl fmt::Display for Cpus {
-    /// Writes the list of CPUs as the kernel writes it, such as `0-3,8`.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let mut cpus = (0..CpuSet::MAX_CPU).filter(|cpu| self.0.is_set(*cpu)).peekable();
         let mut separator = "";
@@ -127,7 +124,7 @@ mod tests {
         assert_eq!(Cpus::of_host().unwrap().describe(), "all");
     }
 
-    /// The test binds new threads: a thread that is bound to one CPU can't remove the binding itself.
+    /// The test binds new threads, since a thread that is bound to one CPU can't bind itself to other CPUs again.
     #[test]
     fn a_thread_is_bound_to_the_cpus_that_it_may_use() {
         let own = || Cpus(sched_getaffinity(None).unwrap());

@@ -1,31 +1,29 @@
-//! All differences between the series of NVIDIA's driver and between generations of GPUs, with the source of each fact. No other
-//! module compares a driver's version or a compute capability.
+//! All differences between the series of NVIDIA's driver and between generations of GPUs, with the source of each fact. No
+//! other module compares a driver's version or a compute capability.
 //!
-//! | | from driver | on GPUs from | known from |
+//! | | from driver | on GPUs from | source |
 //! |---|---|---|---|
 //! | [`LIMITS`] | any | Volta | NVIDIA's MPS documentation |
-//! | [`MULTI_USER`] | 555 | Volta | driver: 535 and 550 refused the option, 555 and 580 took it; GPU: the documentation |
-//! | [`READ_ONLY_PIPE_DIRECTORY`] | 580 | Volta | tried on an H200 with 580.159.04; nothing older was |
-//! | [`LINKED_SOCKET`] | 580 | Volta | tried on an H200 with 580.159.04, for a multi-user server; nothing older was |
-//! | [`NVML_LISTS_CLIENTS`] | any | Volta | the documentation: before, the server does the work of its clients |
+//! | [`MULTI_USER`] | 555 | Volta | driver: tests (535 and 550 refuse the option); GPU: the documentation |
+//! | [`READ_ONLY_PIPE_DIRECTORY`] | 580 | Volta | tested on an H200 with 580.159.04, and with no older driver |
+//! | [`LINKED_SOCKET`] | 580 | Volta | tested on an H200 with 580.159.04, and with no older driver |
+//! | [`NVML_LISTS_CLIENTS`] | any | Volta | the documentation: before Volta, the server does the work of its clients |
 //! | [`most_clients`]: 60 | 590 | Volta | the documentation: from CUDA 13.1 on |
 //! | [`most_clients`]: 48 | any | Volta | the documentation, and the log of an H200 with 580.159.04 |
 //! | [`most_clients`]: 16 | any | any | the documentation |
-//! | [`control_daemon_arguments`] | any | any | tried with 555 and 580; 580 knows two more spellings |
-//! | [`LOG_FIFO`] | any | any | tried with 535, 550 and 555; on 580 only that the FIFO is there |
-//! | [`starts_control_daemon`] | any | any | tried with 535 to 580 |
-//! | [`refuses_an_option`] | any | any | tried with 535 and 550, which name no option, 555 and 580 |
-//! | [`fabric_is_not_ready`] | any | with `NVSwitch` | the words of CUDA's error 802 in reports; no such host was tried |
-//! | [`is_unknown_command`] | any | any | tried with 535 to 580; 535 does not know `get_server_status` |
-//! | [`VERSION_OPTION`] | 580 | any | tried with 580; 535 to 555 do not know it |
-//! | [`PROTOCOL`]: 2 | any | any | the documentation: from 615 on the variable wins over options |
-//! | [`process_record`]: 32 bytes | 535.43 to 535.86 | any | reports about these drivers; 535.98 went back to the 24 of
-//! `nvml.h` |
-//! | memory limits that the kernel enforces for a control group: if NVML has the functions | 615 | not known | the documentation
-//! and `nvml.h` of CUDA 13.4 |
+//! | [`control_daemon_arguments`] | any | any | tested with 555 and 580; 580 accepts two more spellings |
+//! | [`LOG_FIFO`] | any | any | tested with 535, 550 and 555; with 580 only the existence of the FIFO |
+//! | [`starts_control_daemon`] | any | any | tested with 535 to 580 |
+//! | [`refuses_an_option`] | any | any | tested with 535, 550, 555 and 580; 535 and 550 do not name the option |
+//! | [`fabric_is_not_ready`] | any | with `NVSwitch` | reports with the text of CUDA's error 802; not tested |
+//! | [`is_unknown_command`] | any | any | tested with 535 to 580; 535 does not know `get_server_status` |
+//! | [`VERSION_OPTION`] | 580 | any | tested with 580; 535 to 555 do not know this option |
+//! | [`PROTOCOL`]: 2 | any | any | the documentation: from 615 on the variable takes precedence over options |
+//! | [`process_record`]: 32 bytes | 535.43 to 535.86 | any | reports; 535.98 again has the 24 bytes of `nvml.h` |
+//! | the kernel's memory limits for control groups | 615 | unknown | the documentation and `nvml.h` of CUDA 13.4 |
 //!
-//! The following facts are known only from NVIDIA's documentation. No driver after [`NEWEST_TRIED`] was tried, and the service
-//! uses none of the facts in the following table:
+//! The following facts are known only from NVIDIA's documentation. The service was not tested with a driver after
+//! [`NEWEST_TRIED`], and uses none of these facts:
 //!
 //! | | from driver | on GPUs from |
 //! |---|---|---|
@@ -37,15 +35,14 @@ use std::ffi::OsString;
 
 use nvml_calls::processes::{LONG_RECORD, RECORD};
 
-/// A GPU's compute capability, major and minor. None if NVML does not report it: such a GPU counts as old.
+/// A GPU's compute capability, major and minor. None if NVML does not report it: then the GPU counts as older than Volta.
 pub type Capability = Option<(u32, u32)>;
 
-/// The series of a driver by its version: 580 for 580.159.04. The series of an unknown version is 0, older than all others.
+/// The series of a driver version, such as 580 for 580.159.04. The series of an unknown version is 0, older than all others.
 pub fn series(version: &str) -> u32 {
     version.split('.').next().and_then(|series| series.parse().ok()).unwrap_or(0)
 }
 
-/// A property of drivers and GPUs: the first driver series and the first GPU generation that have it.
 #[derive(Debug, Clone, Copy)]
 pub struct Since {
     pub series: u32,
@@ -53,46 +50,43 @@ pub struct Since {
 }
 
 impl Since {
-    /// Returns whether this GPU has the property with a driver of this series.
     pub fn holds(self, series: u32, gpu: Capability) -> bool {
         series >= self.series && self.holds_on(gpu)
     }
 
-    /// Returns whether a GPU with this compute capability has the property, if the driver is new enough.
+    /// True if a GPU with this compute capability has the property with a new enough driver.
     pub fn holds_on(self, gpu: Capability) -> bool {
         gpu.unwrap_or(ANY_GPU) >= self.capability
     }
 }
 
-/// The newest series with which this service was tried.
 pub const NEWEST_TRIED: u32 = 580;
 
 const ANY_DRIVER: u32 = 0;
 const ANY_GPU: (u32, u32) = (0, 0);
 const VOLTA: (u32, u32) = (7, 0);
 
-/// The driver enforces the limits of memory and threads that a control daemon sets.
+/// The driver enforces the limits on memory and threads that the service sets through a control daemon.
 pub const LIMITS: Since = Since { series: ANY_DRIVER, capability: VOLTA };
 
-/// One server serves the clients of every user. The service starts the control daemon with the multi-user option, and again
-/// without the option if the driver refuses the option.
+/// One server serves the clients of every user. The service starts the control daemon with the multi-user option. If the driver
+/// refuses the option, the service starts the control daemon again without the option.
 pub const MULTI_USER: Since = Since { series: 555, capability: VOLTA };
 
 /// A client can use a control daemon without the right to write to the pipe directory.
 pub const READ_ONLY_PIPE_DIRECTORY: Since = Since { series: 580, capability: VOLTA };
 
-/// A client of a multi-user server needs only a hard link to the control daemon's socket, in any directory. A client that
-/// connects through such a link needs no memory that it shares with the host.
+/// A client of a multi-user server needs only a hard link to the control daemon's socket, which can be in any directory. With
+/// this property, a container does not need the host's /dev/shm.
 pub const LINKED_SOCKET: Since = Since { series: 580, capability: VOLTA };
 
-/// NVML lists the clients of MPS apart from the other processes on a GPU. On a GPU without this property, an empty list of
-/// clients has no meaning.
+/// NVML lists the MPS clients on a GPU apart from the other processes. Without this property NVML's list of clients is always
+/// empty, so an empty list does not mean that there are no clients.
 pub const NVML_LISTS_CLIENTS: Since = Since { series: ANY_DRIVER, capability: VOLTA };
 
 const CLIENTS_60: Since = Since { series: 590, capability: VOLTA };
 const CLIENTS_48: Since = Since { series: ANY_DRIVER, capability: VOLTA };
 
-/// The number of clients that a GPU can have at the same time, with a driver of this series.
 pub fn most_clients(series: u32, gpu: Capability) -> u32 {
     if CLIENTS_60.holds(series, gpu) {
         60
@@ -103,7 +97,7 @@ pub fn most_clients(series: u32, gpu: Capability) -> u32 {
     }
 }
 
-/// The length of a process's record in the lists of NVML, by the driver's version.
+/// The length in bytes of a process's record in the lists that NVML writes.
 pub fn process_record(version: &str) -> usize {
     let mut numbers = version.split('.').map(|number| number.parse::<u32>().ok());
     match (numbers.next().flatten(), numbers.next().flatten()) {
@@ -112,54 +106,50 @@ pub fn process_record(version: &str) -> usize {
     }
 }
 
-/// The option for multi-user mode. Every driver series with multi-user mode knows this option.
+/// Every driver series with multi-user mode knows this option.
 const MULTI_USER_OPTION: &str = "-multiuser-server";
 
-/// The options with which NVIDIA's program starts a control daemon in the foreground and in the background.
 const FOREGROUND: &str = "-f";
 const BACKGROUND: &str = "-d";
 
-/// The arguments of a control daemon that stays in the foreground, with or without multi-user mode.
 pub fn control_daemon_arguments(multi_user: bool) -> Vec<&'static str> {
     [FOREGROUND].into_iter().chain(multi_user.then_some(MULTI_USER_OPTION)).collect()
 }
 
-/// The name of the FIFO, in the control daemon's pipe directory, through which the servers send their log to the control
-/// daemon. If the control daemon can't make the FIFO, neither it nor a server writes a log.
+/// The FIFO in the control daemon's pipe directory through which the servers send their log lines to the control daemon. If the
+/// control daemon can't make the FIFO, neither the control daemon nor a server writes a log.
 pub const LOG_FIFO: &str = "log";
 
-/// Returns whether NVIDIA's program starts a control daemon if it gets these arguments. With other arguments the program is a
-/// front end, which sends a command to a control daemon.
+/// True if `nvidia-cuda-mps-control` with these arguments starts a control daemon. With other arguments the program is a front
+/// end, which sends a command to a control daemon.
 pub fn starts_control_daemon(arguments: &[OsString]) -> bool {
     arguments.iter().any(|argument| argument == FOREGROUND || argument == BACKGROUND)
 }
 
-/// Returns whether a control daemon that has ended says in this line that it did not know an option. If NVIDIA's program does not
-/// know its option, the program acts as a front end and finds no control daemon.
+/// True if this output line of a control daemon says that the control daemon has ended because it does not know an option. Some
+/// versions act as a front end after an unknown option, and print that they find no control daemon.
 pub fn refuses_an_option(line: &str) -> bool {
     finds_no_control_daemon(line) || line.contains("Unrecognized option")
 }
 
-/// Returns true if a server says, with CUDA's error 802, that `NVSwitch` has not connected the GPUs yet.
+/// True if a server writes, with CUDA's error 802, that `NVSwitch` has not connected the GPUs yet.
 pub fn fabric_is_not_ready(line: &str) -> bool {
     line.contains("system not yet initialized")
 }
 
-/// Returns whether the output of a front end says that no control daemon listens in the pipe directory.
 pub fn finds_no_control_daemon(said: &str) -> bool {
     said.contains("Cannot find MPS control daemon")
 }
 
-/// Returns whether this answer of a control daemon says that the control daemon does not know the command.
 pub fn is_unknown_command(answer: &str) -> bool {
     answer.starts_with("Unknown command")
 }
 
-/// The environment variable that chooses the protocol between a control daemon and a front end, and the protocol that the
-/// service uses. Without the variable, a newer driver may use another protocol.
+/// The environment variable that selects the protocol between a control daemon and a front end, and the value that the service
+/// sets. Without the variable, a newer driver may use another protocol.
 pub const PROTOCOL: (&str, &str) = ("CUDA_MPS_PROTOCOL_VERSION", "2");
 
-/// The option with which the control daemon's program prints its CUDA version and ends.
+/// With this option `nvidia-cuda-mps-control` prints its CUDA version and ends.
 pub const VERSION_OPTION: &str = "-v";
 
 #[cfg(test)]
@@ -195,7 +185,6 @@ mod tests {
         }
     }
 
-    /// The facts of this module as a table for people.
     #[test]
     fn drivers_and_gpus_differ_so() {
         let mut listed = "driver GPU limits clients multi-user read-only linked NVML-lists\n".to_owned();

@@ -13,25 +13,25 @@ pub const NVIDIA: u16 = 0x10de;
 /// The fastest PCI Express link that a GPU can have. The present link may be slower.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct PcieLink {
-    /// The rate of one lane in lspci's spelling, `8GT/s`.
+    /// The rate of one lane in lspci's spelling, such as `8GT/s`.
     pub rate: String,
-    /// The number of lanes. 0 if it is not known.
+    /// The number of lanes. 0 if the number is not known.
     pub width: u32,
 }
 
 impl PcieLink {
-    /// The PCI Express version that has the rate of the link, in the platform's spelling, such as `3.0` or `unknown`.
+    /// The PCI Express version with this rate, in the platform's spelling, such as `3.0` or `unknown`.
     pub fn version(&self) -> &'static str {
         self.version_and_lane().0
     }
 
-    /// The throughput of all lanes of the link together, in the platform's spelling, such as `15.76 GB/s`.
+    /// The throughput of all lanes together, in the platform's spelling, such as `15.76 GB/s`.
     pub fn throughput(&self) -> String {
         format!("{:.2} GB/s", self.version_and_lane().1 * f64::from(self.width))
     }
 
-    /// The PCI Express version, and the throughput of one lane in GB/s. The platform compares the published texts, so this
-    /// function uses the platform's rounding, and the platform's -1 for an unknown rate.
+    /// The PCI Express version, and the throughput of one lane in GB/s. The platform compares the published strings. So the
+    /// numbers are rounded as the platform rounds them, and an unknown rate gives -1 as in the platform.
     fn version_and_lane(&self) -> (&'static str, f64) {
         match self.rate.as_str() {
             "2.5GT/s" => ("1.0", 0.25),
@@ -46,39 +46,35 @@ impl PcieLink {
     }
 }
 
-/// A display device on the PCI bus, from any vendor. The device is known without any driver.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct PciDevice {
     pub address: PciAddress,
-    /// The PCI vendor number, 0x10de for NVIDIA.
     pub vendor: u16,
     pub device: u16,
-    /// The kernel driver that is bound to the device, such as `nvidia` or `vfio-pci`. None if the device has no driver, or if
-    /// /sys does not name the driver.
+    /// The kernel driver that is bound to the device, such as `nvidia` or `vfio-pci`. None if no driver is bound, or if /sys
+    /// does not name the driver.
     pub driver: Option<String>,
     pub render_node: Option<PathBuf>,
     pub card_node: Option<PathBuf>,
     pub numa_node: Option<i32>,
-    /// The CPUs near the device. None if /sys does not list them.
     pub local_cpus: Option<Cpus>,
-    /// The fastest link that the device can have. None if the device does not report a link.
     pub link: Option<PcieLink>,
-    /// The marketing name from pci.ids: the text in its square brackets, such as `Tesla P40`.
+    /// The marketing name from pci.ids: the text in square brackets, such as `Tesla P40`.
     pub pci_ids_name: Option<String>,
 }
 
 impl PciDevice {
-    /// The kernel driver of the device, if it is not NVIDIA's. A GPU that is passed through to a virtual machine has `vfio-pci`.
+    /// The kernel driver of the device, if it is not NVIDIA's. A GPU that is passed through to a virtual machine has
+    /// `vfio-pci`.
     pub fn foreign_driver(&self) -> Option<&str> {
         self.driver.as_deref().filter(|driver| *driver != "nvidia")
     }
 }
 
-/// One NVIDIA GPU: the facts from the bus and the facts from the driver.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Gpu {
     pub pci: PciDevice,
-    /// The facts from NVML, or the reason why NVML does not give them, in words for an administrator (`GPU is lost ...`).
+    /// The facts from NVML, or the reason why NVML does not report any, in words for an administrator (`GPU is lost ...`).
     pub nvml: Result<NvmlFacts, Problem>,
 }
 
@@ -95,7 +91,8 @@ impl Gpu {
         self.facts().map(|facts| facts.uuid.as_str())
     }
 
-    /// The published model: the name from pci.ids, otherwise NVML's name. The platform takes the name of the model from lspci.
+    /// The model that the service publishes: the name from pci.ids, otherwise NVML's name. The platform has the names from
+    /// pci.ids too, through lspci.
     pub fn model(&self) -> String {
         let nvml = self.facts().map(|facts| &facts.name);
         self.pci.pci_ids_name.as_ref().or(nvml).cloned().unwrap_or_default()

@@ -1,14 +1,13 @@
-//! The processes on a GPU: which are clients of MPS, and which prevent the start of a server.
+//! Classifies the processes on a GPU: clients of MPS servers, and processes that prevent the start of a server.
 
 use std::collections::{BTreeMap, BTreeSet};
 
 use mps_core::terms::GpuProcess;
 
-/// The name of an MPS server, cut to the 15 characters that the kernel stores. The kernel cuts the control daemon's name to the
-/// same text.
+/// The kernel cuts the name of a process to 15 characters. So MPS servers (`nvidia-cuda-mps-server`) and control daemons
+/// (`nvidia-cuda-mps-control`) both have this name.
 const MPS_SERVER: &str = "nvidia-cuda-mps";
 
-/// The two lists of processes that NVML has for a GPU.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct Contexts {
     /// All processes with a context on the GPU: the memory of each in MiB, by PID.
@@ -18,8 +17,8 @@ pub(super) struct Contexts {
 }
 
 impl Contexts {
-    /// Returns whether this process is a client of an MPS server. Without a list of clients, every process on a GPU that has a
-    /// server counts as a client.
+    /// True if this process is a client of an MPS server. Without a list of clients, every process on a GPU that has a server
+    /// counts as a client.
     fn is_client(&self, pid: u32, command: &impl Fn(u32) -> Option<String>) -> bool {
         match &self.mps {
             Some(clients) => clients.contains_key(&pid),
@@ -30,7 +29,7 @@ impl Contexts {
         }
     }
 
-    /// The PIDs of the clients of MPS servers. None if NVML does not list them.
+    /// None if NVML has no reliable list of the clients.
     pub(super) fn clients(&self) -> Option<BTreeSet<u32>> {
         Some(self.mps.as_ref()?.keys().copied().collect())
     }
@@ -44,8 +43,8 @@ impl Contexts {
             .collect()
     }
 
-    /// The processes that prevent the start of a server, with their PIDs and commands: there is no server yet, and the
-    /// processes are no clients. A process that has just ended is left out.
+    /// The processes without MPS that prevent the start of a server, with their PIDs and names. Empty if a server already runs.
+    /// Processes that have just ended are skipped.
     pub(super) fn foreign(&self, command: impl Fn(u32) -> Option<String>) -> Vec<(u32, String)> {
         let strangers = self.compute.keys().filter(|pid| !self.is_client(**pid, &command));
         let strangers: Vec<_> = strangers.filter_map(|pid| Some((*pid, command(*pid)?))).collect();
@@ -62,7 +61,7 @@ mod tests {
         Contexts { compute: list(compute), mps: mps.map(list) }
     }
 
-    /// The names of processes for the tests: 9 and 10 are servers, and 404 has ended.
+    /// The names of the processes in these tests: 9 and 10 are servers, and 404 has ended.
     fn names(pid: u32) -> Option<String> {
         match pid {
             9 | 10 => Some("nvidia-cuda-mps".to_owned()),

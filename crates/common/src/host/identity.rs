@@ -1,4 +1,4 @@
-//! The identity of a process, as the kernel reports it.
+//! Reads the identity of a process from the kernel.
 
 use std::io;
 
@@ -7,8 +7,8 @@ use rustix::io::Errno;
 
 use crate::host::proc;
 
-/// The identity of the process that has this PID now. An error if no process has the PID. A zombie counts as ended: it does not
-/// run any more, and its parent may never collect it.
+/// The identity of the process that has this PID now. Fails if no process has the PID. A zombie counts as ended, since it does
+/// not run any more and its parent may never collect its exit status.
 pub fn read(pid: u32) -> io::Result<ProcessId> {
     let stat = proc::stat(pid)?;
     if stat.has_ended() {
@@ -17,8 +17,8 @@ pub fn read(pid: u32) -> io::Result<ProcessId> {
     Ok(ProcessId { pid, start_time: stat.start_time })
 }
 
-/// Returns whether this process still runs. If the kernel does not say whether the process runs, for example because the service
-/// has no file descriptors left, the process counts as running.
+/// True if this process still runs. Also true if the kernel does not give an answer, for example because the service has no
+/// free file descriptor.
 pub fn runs(process: ProcessId) -> bool {
     match read(process.pid) {
         Ok(now) => now == process,

@@ -1,4 +1,4 @@
-//! inotify: finds out if another instance can be made, and otherwise why not.
+//! Finds out if another inotify instance can be made, and otherwise why not.
 
 use std::fs::File;
 use std::io;
@@ -12,14 +12,13 @@ pub fn new_instance() -> io::Result<std::os::fd::OwnedFd> {
     Ok(inotify::init(CreateFlags::NONBLOCK | CreateFlags::CLOEXEC)?)
 }
 
-/// Returns whether this error means that the kernel or the process has no more of a resource. Any other error is about one
-/// file.
+/// True if this error means that the kernel or the process has used up a resource. Any other error is about one file.
 pub fn is_shortage(errno: Errno) -> bool {
     matches!(errno, Errno::MFILE | Errno::NFILE | Errno::NOSPC | Errno::NOMEM)
 }
 
-/// Returns whether the service can't open another file. The kernel has the same error number for "no inotify instance left" and
-/// for "no open file left".
+/// True if the service can't open another file. The kernel returns `EMFILE` both for too many inotify instances and for too
+/// many open files, and the answer of this function tells the two apart.
 pub fn no_files() -> bool {
     File::open("/dev/null").is_err()
 }
@@ -46,7 +45,7 @@ pub fn shortage(errno: Errno, no_files: bool) -> Problem {
     }
 }
 
-/// The reason why the service's user can't watch another file. None if the user can watch another file.
+/// The reason why the service's user can't watch another file. None if the user can.
 pub fn none_left() -> Option<Problem> {
     let watched = new_instance().and_then(|queue| Ok(inotify::add_watch(&queue, "/", WatchFlags::CREATE)?));
     let errno = Errno::from_io_error(&watched.err()?)?;

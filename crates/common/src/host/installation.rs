@@ -1,21 +1,19 @@
-//! Drivers that are only partly on the host: their module is loaded, but their library or programs are elsewhere.
+//! Detects drivers that are only partly on the host: the kernel module is loaded, but the library or the programs are missing.
 
 use std::fs;
 use std::path::Path;
 
 use crate::problem::Problem;
 
-/// The file of the driver's loaded module, with the module's version.
 const MODULE: &str = "proc/driver/nvidia/version";
 
-/// The directory to which NVIDIA's GPU operator mounts the file system of its driver container.
+/// The directory at which NVIDIA's GPU operator mounts the file system of its driver container.
 const OPERATORS: &str = "run/nvidia/driver";
 
-/// The remedy if NVIDIA's GPU operator has installed the driver in a container.
 const ON_THE_HOST: &str = "install the same driver with its MPS programs on the host, and keep the operator \
                            from installing a driver (driver.enabled=false)";
 
-/// The problem if the module of a driver is loaded, but the host does not have the driver's library. None if no module is
+/// The problem that the driver's kernel module is loaded, but the driver's library is not on the host. None if no module is
 /// loaded.
 pub(super) fn without_library(sysroot: &Path) -> Option<Problem> {
     let module = fs::read_to_string(sysroot.join(MODULE)).ok()?;
@@ -31,8 +29,8 @@ pub(super) fn without_library(sysroot: &Path) -> Option<Problem> {
     })
 }
 
-/// The problem if the host does not have a program of the driver, but the driver container of NVIDIA's GPU operator has the
-/// program.
+/// The problem that a program of the driver is in the driver container of NVIDIA's GPU operator, but not on the host. None if
+/// that container does not have the program.
 pub fn operators_program(sysroot: &Path, program: &str) -> Option<Problem> {
     let operators = sysroot.join(OPERATORS);
     operators.join("usr/bin").join(program).exists().then(|| {
@@ -41,7 +39,7 @@ pub fn operators_program(sysroot: &Path, program: &str) -> Option<Problem> {
     })
 }
 
-/// The version of the module, from the text of its file: the first word that is a number with a point.
+/// The first word in the module's file that is a number with a point.
 fn version(module: &str) -> &str {
     let mut words = module.split_whitespace();
     words

@@ -1,4 +1,4 @@
-//! The GPUs of this host: the facts from the bus, the driver and pci.ids in one list.
+//! Makes the list of the host's GPUs from the facts in /sys, in NVML and in pci.ids.
 
 use std::collections::BTreeMap;
 use std::path::Path;
@@ -14,39 +14,36 @@ use crate::problem::Problem;
 
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Inventory {
-    /// The driver's version, `580.159.04`, or the reason why NVML can't be used, in words for an administrator.
+    /// The driver's version, such as `580.159.04`, or the reason why NVML can't be used, in words for an administrator.
     pub driver: Result<String, Problem>,
-    /// The NVIDIA GPUs in the order of their addresses: the GPUs on the bus and the GPUs that NVML knows.
+    /// The NVIDIA GPUs that are on the bus or that NVML lists, in the order of their addresses.
     pub gpus: Vec<Gpu>,
-    /// The display devices of other vendors. An entry of the device file may name a device of another vendor by mistake, and the
-    /// error message about the entry says so.
+    /// The display devices of other vendors. An administrator may name one of them in the device file by mistake, and the error
+    /// message about the entry then says so.
     pub others: Vec<PciDevice>,
-    /// The CPUs of this host. None if the host has more CPUs than the service can publish.
+    /// The CPUs of this host. None if the host has more CPUs than [`Cpus`] has room for.
     pub cpus: Option<Cpus>,
-    /// The memory of this host in MiB. None if the amount of memory can't be read.
+    /// The memory of this host in MiB. None if /proc/meminfo can't be read.
     pub memory_mib: Option<u64>,
 }
 
 impl Inventory {
-    /// A host of which only the driver and these GPUs are known.
     pub fn of_gpus(driver: Result<String, Problem>, gpus: Vec<Gpu>) -> Self {
         Self { driver, gpus, others: Vec::new(), cpus: None, memory_mib: None }
     }
 
-    /// The series of the driver, as [`driver::series`] gives it.
     pub fn series(&self) -> u32 {
         driver::series(self.driver.as_deref().unwrap_or_default())
     }
 
-    /// Returns `cpus`. None if `cpus` are all CPUs of the host.
+    /// Returns `cpus`, or None if `cpus` are all CPUs of the host.
     pub fn if_not_all(&self, cpus: Cpus) -> Option<Cpus> {
         (!self.cpus.is_some_and(|all| cpus.includes(all))).then_some(cpus)
     }
 
-    /// Reads the GPUs of the host from /sys, NVML and pci.ids. Reading never fails: a fact that can't be read is missing, with
-    /// the reason if the result has a field for it.
-    ///
-    /// `nvml` is an open driver, or the reason why the driver can't be opened.
+    /// Reads the GPUs of the host from /sys, NVML and pci.ids. Reading never fails. A fact that can't be read is missing, and
+    /// if the result has a field for the reason, the field has the reason. `nvml` is an open driver, or the reason why the
+    /// driver can't be opened.
     pub fn read(sysroot: &Path, nvml: Result<&mut GpuQuestions, &Problem>) -> Self {
         let devices = sysfs::scan(sysroot).unwrap_or_else(|reason| {
             tracing::warn!("{reason}");
@@ -94,7 +91,7 @@ impl Inventory {
             };
             gpus.push(Gpu { pci, nvml });
         }
-        // The remaining GPUs in `listed` are GPUs that NVML lists and /sys lacks, for example in a container that hides /sys.
+        // The GPUs that are still in `listed` are missing in /sys, for example in a container that hides /sys.
         gpus.extend(listed.into_values());
         gpus.sort_by_key(|gpu| gpu.pci.address);
         Self { others, cpus: Cpus::of_host(), ..Self::of_gpus(driver, gpus) }
@@ -163,7 +160,7 @@ mod tests {
             on_bus("00:08.0", NVIDIA, Some("nvidia")),
             on_bus("03:00.0", 0x1002, Some("amdgpu")),
         ];
-        // NVML lists the GPUs in another order than /sys, and /sys does not have 0001:1a:00.0.
+        // NVML lists the GPUs in another order than /sys, and 0001:1a:00.0 is missing in /sys.
         let known = vec![listed("0001:1A:00.0", 0), listed("00000000:00:06.0", 1)];
         let lost = address("00:08.0");
         let told = ToldByNvml {

@@ -1,8 +1,6 @@
-//! The mounts that a process sees, as the kernel lists them, with the file system of each mount and the mounted path in it.
-//!
-//! One directory can have different paths in two mount namespaces. The place of a directory is the same in all mount namespaces:
-//! the device of its file system and its path in that file system, from mountinfo. The device number of `stat` is not used, since
-//! btrfs and overlayfs invent device numbers.
+//! Reads the mounts that a process sees from the kernel's list. The same directory can have different paths in two mount
+//! namespaces. So the service identifies a directory by its file system's device and its path in that file system, both from
+//! mountinfo. The device number from stat(2) is unusable, since btrfs and overlayfs invent device numbers.
 
 use std::ffi::OsString;
 use std::fmt::Display;
@@ -14,7 +12,7 @@ use rustix::fs::{Mode, OFlags};
 
 use super::proc;
 
-/// A place in a file system, independent of the mount through which it is reached.
+/// A place in a file system, independent of the mount through which a process reaches the place.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Place {
     /// The device number of the file system, such as `8:1`.
@@ -35,7 +33,7 @@ impl Place {
         })
     }
 
-    /// The path of this place relative to `other`, which contains it; empty if both are the same. None if `other` does not
+    /// The path of this place relative to its ancestor `other`. Empty if both are the same place. None if `other` does not
     /// contain this place.
     pub fn below(&self, other: &Self) -> Option<&Path> {
         if self.device == other.device { self.path.strip_prefix(&other.path).ok() } else { None }
@@ -48,13 +46,13 @@ struct MountPoint {
     point: PathBuf,
 }
 
-/// The places that a process sees as the roots of its mounts, in the order of the mounts.
+/// The places that a process sees at the mount points of its mounts, in the order of the mounts.
 pub fn roots(process: impl Display) -> io::Result<Vec<Place>> {
     Ok(mounts(&proc::mountinfo(process)?).map(|mount| mount.root).collect())
 }
 
-/// The place of a path, by the id of the mount through which the path was opened. The order of the mounts in `mountinfo` does not
-/// count: a later mount can hide an earlier one at the same point or at an ancestor.
+/// The place of `path`, which was opened through the mount with the id `id`. Only the id identifies the mount: a later mount
+/// can hide an earlier mount at the same point or at an ancestor.
 fn place_in(mountinfo: &[u8], id: u64, path: &Path) -> Option<Place> {
     let MountPoint { root, point, .. } = mounts(mountinfo).find(|mount| mount.id == id)?;
     let rest = path.strip_prefix(point).ok()?;
@@ -66,8 +64,8 @@ fn mounts(mountinfo: &[u8]) -> impl Iterator<Item = MountPoint> {
     mountinfo.split(|byte| *byte == b'\n').filter_map(mount)
 }
 
-/// Reads a line of mountinfo, such as `36 35 98:0 /root /point rw,noatime master:1 - ext3 /dev/root rw`. None if the line is cut
-/// off before the options, since such a line may be cut off within a path.
+/// Parses a line of mountinfo, such as `36 35 98:0 /root /point rw,noatime master:1 - ext3 /dev/root rw`. None if the line ends
+/// before the options, since the end of the text may have cut the line within a path.
 fn mount(line: &[u8]) -> Option<MountPoint> {
     let mut fields = line.split(|byte| *byte == b' ');
     let id = std::str::from_utf8(fields.next()?).ok()?.parse().ok()?;
@@ -77,7 +75,7 @@ fn mount(line: &[u8]) -> Option<MountPoint> {
     Some(MountPoint { id, root: Place { device, path: root }, point })
 }
 
-/// Decodes a path of mountinfo. The kernel writes bytes that would break a line as three octal digits, such as `\040` for a
+/// Decodes a path in mountinfo. The kernel writes bytes that would break a line as three octal digits, such as `\040` for a
 /// space.
 fn unescaped(field: &[u8]) -> PathBuf {
     let mut path = Vec::with_capacity(field.len());
@@ -95,8 +93,8 @@ fn unescaped(field: &[u8]) -> PathBuf {
     OsString::from_vec(path).into()
 }
 
-/// Returns whether a test can find the [`Place`] of a path on this machine. In a chroot, where packages are built, the root is
-/// often no mount.
+/// True if a test can find the [`Place`] of a path on this machine. A test can't in a chroot, as in the build of a package,
+/// since the root directory of a chroot is often no mount.
 #[cfg(test)]
 pub fn root_is_a_mount() -> bool {
     Place::find(Path::new("/")).is_ok()

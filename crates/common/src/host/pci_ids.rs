@@ -3,11 +3,11 @@ use std::fs::File;
 use std::io::{BufRead, BufReader};
 use std::path::Path;
 
-/// The paths of the file pci.ids in different distributions. The first file that can be opened is used.
+/// The paths of the file pci.ids in different distributions. The first file that can be opened counts.
 const PLACES: [&str; 3] = ["usr/share/hwdata/pci.ids", "usr/share/misc/pci.ids", "usr/share/pci.ids"];
 
-/// The model names of devices, by vendor and device number: the text in square brackets in pci.ids. A device without such a
-/// text is left out.
+/// The model names of devices, by vendor and device number: the text in square brackets in pci.ids. A device without a text in
+/// brackets is missing in the result.
 pub(super) fn names(sysroot: &Path, wanted: &BTreeSet<(u16, u16)>) -> BTreeMap<(u16, u16), String> {
     if wanted.is_empty() {
         return BTreeMap::new();
@@ -16,7 +16,7 @@ pub(super) fn names(sysroot: &Path, wanted: &BTreeSet<(u16, u16)>) -> BTreeMap<(
     file.map(|file| parse(BufReader::new(file), wanted)).unwrap_or_default()
 }
 
-/// Reads the names from an open pci.ids. If the list can't be read further, returns the names found so far, since names are
+/// Reads the names from an open pci.ids. After a read error, returns the names that were found so far, since names are
 /// optional.
 fn parse(mut list: impl BufRead, wanted: &BTreeSet<(u16, u16)>) -> BTreeMap<(u16, u16), String> {
     let mut names = BTreeMap::new();
@@ -27,7 +27,7 @@ fn parse(mut list: impl BufRead, wanted: &BTreeSet<(u16, u16)>) -> BTreeMap<(u16
         let text = text.trim_end();
         if let Some(entry) = text.strip_prefix('\t') {
             // A line with two tabs names a subsystem. The text after its first tab does not begin with a number, so the line is
-            // skipped.
+            // ignored.
             let device = vendor.zip(numbered(entry)).map(|(vendor, (device, name))| ((vendor, device), name));
             if let Some((id, name)) = device
                 && wanted.contains(&id)
@@ -36,8 +36,8 @@ fn parse(mut list: impl BufRead, wanted: &BTreeSet<(u16, u16)>) -> BTreeMap<(u16
                 names.insert(id, name.to_owned());
             }
         } else if !text.is_empty() && !text.starts_with('#') {
-            // The list of device classes at the end of pci.ids has lines such as `C 03 ...`. The line of a device class does not
-            // begin with a vendor's number, so the devices of the last vendor end at that line.
+            // A line such as `C 03 ...` begins a device class and has no vendor number. The device numbers below it belong to
+            // no vendor.
             vendor = numbered(text).map(|(vendor, _)| vendor);
         }
         line.clear();
@@ -45,15 +45,15 @@ fn parse(mut list: impl BufRead, wanted: &BTreeSet<(u16, u16)>) -> BTreeMap<(u16
     names
 }
 
-/// Splits a line at its first four hexadecimal digits: returns their number and the name after the white space.
+/// Splits a line at its first four hexadecimal digits. Returns their number, and the name after the white space.
 fn numbered(text: &str) -> Option<(u16, &str)> {
     let (digits, name) = text.split_at_checked(4)?;
     let plain = digits.bytes().all(|byte| byte.is_ascii_hexdigit()) && name.starts_with([' ', '\t']);
     if plain { Some((u16::from_str_radix(digits, 16).ok()?, name.trim_start())) } else { None }
 }
 
-/// The text in brackets, by the platform's rule for `code name [model]`: from the last opening bracket after a blank to the
-/// last closing bracket.
+/// The text from the last opening bracket after a blank to the last closing bracket. The platform finds the model in `code name
+/// [model]` by the same rule.
 fn in_brackets(name: &str) -> Option<&str> {
     let (inside, _) = name.rsplit_once(']')?;
     let (code_name, model) = inside.rsplit_once(" [")?;

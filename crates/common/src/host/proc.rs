@@ -1,9 +1,9 @@
-//! The files under /proc. No other module reads files under /proc.
+//! Reads the files under /proc. No other module reads files under /proc.
 //!
 //! A process can give itself any name, and the kernel cuts a name after 15 bytes, even within a character. So the files of a
-//! process under /proc may not be valid text. This module reads the files as bytes, up to a limit. If a process may end during a
-//! read, the caller needs a handle of the process (see `mps::hold`), since another process may get its PID at any moment. An
-//! error means that the process has ended or that the file can't be read.
+//! process may not be valid text, and this module reads them as bytes, up to a limit. The process may end during a read, and
+//! another process may get its PID. A caller to whom this matters needs a pidfd of the process (see `mps::hold`). An error
+//! means that the process has ended or that the file can't be read.
 
 use std::ffi::{OsStr, OsString};
 use std::fmt::Display;
@@ -16,30 +16,25 @@ use std::time::{Duration, SystemTime};
 
 use rustix::io::Errno;
 
-/// The name under /proc of the calling process.
 pub const OWN: &str = "self";
 
-/// The file with the user ids of the service's user namespace, as seen from the parent namespace.
 pub const OWN_UID_MAP: &str = "/proc/self/uid_map";
 
-/// The link to this process's own program, with which the process starts itself again.
+/// The link to this process's own program, through which the process can start itself again.
 pub const OWN_PROGRAM: &str = "/proc/self/exe";
 
-/// The list of mounted file systems.
 pub const MOUNTS: &str = "/proc/mounts";
 
-/// The most bytes that are read of a process's file under /proc. The kernel allows less for the arguments and the environment of
-/// a new process, but a process can name any part of its memory as its environment.
+/// The most bytes that are read of a process's file under /proc. The arguments and the environment of a new process are
+/// smaller. But a process can name any part of its memory as its environment, and would make the service read all of it.
 const MAX_BYTES: u64 = 8 << 20;
 
 /// The most bytes that are read of a list of mounts. A container may be able to make any number of mounts. The mounts that the
 /// container's runtime has made come first in the list.
 const MOUNTINFO_BYTES: u64 = 1 << 20;
 
-/// The PID of the first process of the host.
 pub const FIRST: u32 = 1;
 
-/// The most characters of a program's name that are shown.
 const PROGRAM_CHARACTERS: usize = 200;
 
 fn path(process: impl Display, file: &str) -> PathBuf {
@@ -50,7 +45,6 @@ fn read(path: impl AsRef<Path>) -> io::Result<Vec<u8>> {
     beginning(path, MAX_BYTES)
 }
 
-/// The error for a file of a process that lacks an expected line, such as `Uid:`.
 fn lacks(process: impl Display, file: &str, found: &str) -> io::Error {
     io::Error::new(io::ErrorKind::InvalidData, format!("{} {found}", path(process, file).display()))
 }
@@ -61,7 +55,7 @@ fn beginning(path: impl AsRef<Path>, max_bytes: u64) -> io::Result<Vec<u8>> {
     Ok(bytes)
 }
 
-/// The memory of the host in MiB, `MemTotal` in /proc/meminfo below the sysroot. None if the file can't be read.
+/// The memory of the host in MiB, from `MemTotal` in /proc/meminfo below the sysroot. None if the file can't be read.
 pub fn memory_mib(sysroot: &Path) -> Option<u64> {
     let meminfo = read(sysroot.join("proc/meminfo")).ok()?;
     let kib: u64 = line(&meminfo, "MemTotal:")?.strip_suffix("kB")?.trim().parse().ok()?;
@@ -72,7 +66,6 @@ fn text(bytes: &[u8]) -> String {
     String::from_utf8_lossy(bytes).into_owned()
 }
 
-/// The text after this name, on the line of a file that begins with the name.
 fn line<'a>(file: &'a [u8], name: &str) -> Option<&'a str> {
     let found = file.split(|byte| *byte == b'\n').find_map(|line| line.strip_prefix(name.as_bytes()))?;
     std::str::from_utf8(found).ok().map(str::trim)
@@ -83,16 +76,13 @@ pub fn pids() -> Vec<u32> {
     entries.filter_map(|entry| entry.file_name().to_str()?.parse().ok()).collect()
 }
 
-/// Returns whether this error means that no such process exists. After any other error the process may still run.
+/// True if the error means that no such process exists. After any other error the process may still run.
 pub fn is_gone(error: &io::Error) -> bool {
     error.kind() == io::ErrorKind::NotFound || error.raw_os_error() == Some(Errno::SRCH.raw_os_error())
 }
 
-/// Returns whether a process has a running child.
-///
-/// # Errors
-/// The process has ended, so its children have another parent; or a process that may be one of its children can't be read,
-/// for example since the service has no file descriptor left.
+/// True if a process has a running child. Fails if the process has ended, since its children then have another parent. Also
+/// fails if no child was found but some process can't be read, for example because the service has no free file descriptor.
 pub fn has_children(pid: u32) -> io::Result<bool> {
     if stat(pid)?.has_ended() {
         return Err(io::ErrorKind::NotFound.into());
@@ -106,8 +96,7 @@ pub fn has_children(pid: u32) -> io::Result<bool> {
     is_parent(pid, others)
 }
 
-/// Returns whether one of `others` is a running child of the process. An error if no child was found and some process can't be
-/// read.
+/// True if one of `others` is a running child of the process. Fails if no child was found and some process can't be read.
 fn is_parent(pid: u32, others: Vec<io::Result<Stat>>) -> io::Result<bool> {
     for other in others {
         match other {
@@ -125,16 +114,15 @@ pub struct Stat {
     state: char,
     /// The PID of the parent. 0 if the parent is in another PID namespace.
     pub parent: u32,
-    /// The session of the process. None while the kernel removes the process.
+    /// None while the kernel removes the process.
     pub session: Option<u32>,
-    /// The number of threads of the process that have not ended.
     threads: u32,
-    /// The start time in clock ticks since boot (field 22).
+    /// In clock ticks since boot (field 22).
     pub start_time: u64,
 }
 
 impl Stat {
-    /// Parses the text of /proc/PID/stat. The name in field 2 may hold spaces, brackets and bytes that are no text, so the
+    /// Parses the text of /proc/PID/stat. The name in field 2 may have spaces, brackets and bytes that are no text, so the
     /// fields are counted from the last bracket.
     fn parse(stat: &[u8]) -> Option<Self> {
         let name_ends = stat.iter().rposition(|byte| *byte == b')')?;
@@ -149,13 +137,12 @@ impl Stat {
         })
     }
 
-    /// Returns whether SIGSTOP or a debugger has stopped the process.
     pub fn is_stopped(&self) -> bool {
         matches!(self.state, 'T' | 't')
     }
 
-    /// Returns whether the process has ended and only waits for its parent to collect the exit status. The kernel also shows a
-    /// process as a zombie if only the first thread has ended; such a process still has threads.
+    /// True if the process has ended and its parent has not collected the exit status yet. The kernel also shows a process as a
+    /// zombie if only its first thread has ended. Then the process still has other threads.
     pub fn has_ended(&self) -> bool {
         matches!(self.state, 'Z' | 'X') && self.threads <= 1
     }
@@ -165,7 +152,7 @@ pub fn stat(pid: u32) -> io::Result<Stat> {
     Stat::parse(&read(path(pid, "stat"))?).ok_or_else(|| lacks(pid, "stat", "is cut short"))
 }
 
-/// The states of the threads of a process. Threads that have ended are left out.
+/// Threads that have ended are skipped.
 pub fn threads(pid: u32) -> Vec<Stat> {
     let threads = fs::read_dir(path(pid, "task")).into_iter().flatten().flatten();
     threads.filter_map(|thread| Stat::parse(&read(thread.path().join("stat")).ok()?)).collect()
@@ -175,7 +162,7 @@ pub fn threads(pid: u32) -> Vec<Stat> {
 pub struct ProcessStatus(Vec<u8>);
 
 impl ProcessStatus {
-    /// The user ids of the process: real, effective, saved and file system.
+    /// Real, effective, saved and file system user id.
     pub fn uids(&self) -> Vec<u32> {
         let ids = line(&self.0, "Uid:").unwrap_or_default();
         ids.split_ascii_whitespace().filter_map(|id| id.parse().ok()).collect()
@@ -201,7 +188,7 @@ impl ProcessStatus {
         self.has(signal, "SigBlk:")
     }
 
-    /// Returns true if the process is the first one in a PID namespace other than the host's, as in a container.
+    /// True if the process is the first process of a PID namespace other than the host's, as in a container.
     pub fn is_first_of_its_namespace(&self) -> bool {
         let pids = line(&self.0, "NSpid:").unwrap_or_default();
         let mut pids = pids.split_ascii_whitespace().rev();
@@ -218,12 +205,10 @@ pub fn status(process: impl Display) -> io::Result<ProcessStatus> {
     read(path(process, "status")).map(ProcessStatus)
 }
 
-/// Returns true if every thread of a process blocks a signal. A thread of such a process may wait for the signal with sigwait.
-///
-/// # Errors
-/// The process has ended.
+/// True if every thread of the process blocks the signal. A thread may still take the signal with sigwait(3). Fails if the
+/// process has ended.
 pub fn blocks(pid: u32, signal: i32) -> io::Result<bool> {
-    // For most processes the first thread does not block the signal, so the other threads need not be read.
+    // In most processes the first thread does not block the signal, so the other threads need not be read.
     if !status(pid)?.blocks(signal) {
         return Ok(false);
     }
@@ -237,8 +222,8 @@ pub fn name(pid: u32) -> Option<String> {
     Some(text(&read(path(pid, "comm")).ok()?).trim_end().to_owned())
 }
 
-/// The program of a process: the path of its file, or else the name that the kernel stores. Empty if there is no such process. A
-/// file may have any name, so characters that could break a line or control a terminal are replaced.
+/// The path of a process's program, or else the name that the kernel stores. Empty if there is no such process. A file may have
+/// any name, so characters that could break a line or control a terminal are replaced.
 pub fn program(pid: u32) -> String {
     let file = fs::read_link(path(pid, "exe")).map(|file| file.to_string_lossy().into_owned());
     let program = file.unwrap_or_else(|_| name(pid).unwrap_or_default());
@@ -246,7 +231,7 @@ pub fn program(pid: u32) -> String {
     program.trim_end_matches('\n').chars().take(PROGRAM_CHARACTERS).map(printable).collect()
 }
 
-/// The arguments of a process, without empty arguments. The first argument is the program's name. The arguments are in the memory
+/// The arguments of a process, with the program's name first and without empty arguments. The kernel reads them from the memory
 /// of the process, so this call hangs if the process hangs in the driver.
 pub fn arguments(pid: u32) -> Vec<OsString> {
     let all = read(path(pid, "cmdline")).unwrap_or_default();
@@ -259,16 +244,13 @@ pub fn open_file(process: impl Display, descriptor: i32) -> PathBuf {
     path(process, &format!("fd/{descriptor}"))
 }
 
-/// Gives this process and its future children an `oom_score_adj`.
-///
-/// # Errors
-/// The kernel refuses a value below the value that root has set.
+/// Sets the `oom_score_adj` of this process and its future children. Fails if the value is below the value that root has set.
 pub fn set_oom_score_adj(score: i16) -> io::Result<()> {
     fs::write(path(OWN, "oom_score_adj"), score.to_string())
 }
 
-/// The environment of a process: the environment with which the process was started, or the memory that the process has named
-/// as its environment since. This call may hang like [`arguments`].
+/// The environment with which a process was started, or the memory that the process has named as its environment since. The
+/// call may hang like [`arguments`].
 pub fn environment(pid: u32) -> io::Result<Vec<u8>> {
     read(path(pid, "environ"))
 }
@@ -278,24 +260,24 @@ pub fn variable<'a>(environment: &'a [u8], name: &str) -> Option<&'a [u8]> {
     variables.find_map(|variable| variable.strip_prefix(name.as_bytes())?.strip_prefix(b"="))
 }
 
-/// The control groups of a process, one line for each hierarchy, such as `0::/system.slice/a.service`. A user who may make
-/// control groups can give a control group any name.
+/// The control groups of a process, with a line for each hierarchy, such as `0::/system.slice/a.service`. A user who may make
+/// control groups can give them any name.
 pub fn cgroups(process: impl Display) -> io::Result<Vec<u8>> {
     read(path(process, "cgroup"))
 }
 
-/// Like [`cgroups`], as text: bytes that are no text become a replacement character.
+/// Like [`cgroups`], as text. Bytes that are not UTF-8 become a replacement character.
 pub fn cgroups_text(process: impl Display) -> io::Result<String> {
     cgroups(process).map(|cgroups| text(&cgroups))
 }
 
-/// The identity of the mount namespace of a process. Processes that share a mount namespace have the same identity.
+/// Names the mount namespace of a process. Processes in the same mount namespace have the same name here.
 pub fn mount_namespace(process: impl Display) -> io::Result<PathBuf> {
     fs::read_link(path(process, "ns/mnt"))
 }
 
-/// Returns whether a process has another mount namespace than this process and the host, as in a container. An error if the
-/// process has ended, or if only root may find out.
+/// True if a process has another mount namespace than this process and the host, as in a container. Fails if the process has
+/// ended, or if only root may read its namespace.
 pub fn is_elsewhere(pid: u32) -> io::Result<bool> {
     let its = mount_namespace(pid)?;
     let host = [mount_namespace(OWN), mount_namespace(FIRST)];
@@ -310,12 +292,11 @@ pub fn root(process: impl Display) -> io::Result<PathBuf> {
     fs::read_link(path(process, "root"))
 }
 
-/// The mounts that a process sees below its root directory, one line for each.
 pub fn mountinfo(process: impl Display) -> io::Result<Vec<u8>> {
     beginning(path(process, "mountinfo"), MOUNTINFO_BYTES)
 }
 
-/// The mount through which this process has opened a file, as its id in [`mountinfo`], and the path of the file.
+/// The mount through which this process has opened a file, as an id in [`mountinfo`], and the path of the file.
 pub fn location(file: impl AsFd) -> io::Result<(u64, PathBuf)> {
     let descriptor = file.as_fd().as_raw_fd();
     let information = format!("fdinfo/{descriptor}");
@@ -324,7 +305,7 @@ pub fn location(file: impl AsFd) -> io::Result<(u64, PathBuf)> {
     Ok((mount, fs::read_link(open_file(OWN, descriptor))?))
 }
 
-/// The number of files that a process may open. The largest number of the type `u64` if the kernel sets no limit.
+/// The number of files that a process may have open. `u64::MAX` if there is no limit.
 pub fn open_files_limit(pid: u32) -> io::Result<u64> {
     let limit = soft_limit(&read(path(pid, "limits"))?, "Max open files");
     limit.ok_or_else(|| lacks(pid, "limits", "does not have the limit of open files"))
@@ -335,8 +316,7 @@ fn soft_limit(limits: &[u8], name: &str) -> Option<u64> {
     if soft == "unlimited" { Some(u64::MAX) } else { soft.parse().ok() }
 }
 
-/// Returns whether something is mounted at `place`, according to `mounts`, a file like /proc/mounts. In a test, `mounts` is a
-/// file below a sysroot.
+/// True if a file system is mounted at `place`. `mounts` is the path of a file such as /proc/mounts, or of a test's file.
 pub fn is_mounted(mounts: &Path, place: &str) -> io::Result<bool> {
     let mounts = read(mounts)?;
     let mut lines = mounts.split(|byte| *byte == b'\n');
@@ -353,7 +333,6 @@ pub fn booted() -> Option<SystemTime> {
     SystemTime::UNIX_EPOCH.checked_add(Duration::from_secs(seconds))
 }
 
-/// The start time of a process, counted from boot.
 pub fn started(pid: u32) -> Option<Duration> {
     let ticks = stat(pid).ok()?.start_time;
     let per_second = rustix::param::clock_ticks_per_second();

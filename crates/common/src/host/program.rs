@@ -1,11 +1,10 @@
-//! A program that this process can start.
+//! Finds a program that this process can start.
 
 use std::ffi::OsStr;
 use std::path::{Path, PathBuf};
 
 use crate::problem::Problem;
 
-/// Searches the directories in `PATH` for an executable program. Returns the program's absolute path.
 pub fn find_program(name: &str) -> Result<PathBuf, Problem> {
     find_program_in(name, &std::env::var_os("PATH").unwrap_or_default())
 }

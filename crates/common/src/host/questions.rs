@@ -1,5 +1,5 @@
-//! Questions of one kind, each about one thing (such as a GPU) and on its own thread: a GPU that has fallen off the bus can
-//! block a question for ever, and the answers about other GPUs must come nevertheless.
+//! Asks a question about several things, such as GPUs, each on its own thread. A GPU that has fallen off the bus can block a
+//! call for ever, and the answers about the other GPUs must come nevertheless.
 
 use std::collections::BTreeMap;
 use std::sync::mpsc::{self, Receiver, Sender};
@@ -7,13 +7,13 @@ use std::sync::{Mutex, PoisonError};
 use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
 
-/// The running questions, each by the thing (such as a GPU) that the question is about. About each thing there is only one
-/// question at a time, so a question that hangs occupies only one thread.
+/// The questions that have no answer yet, each by the thing that it asks about. There is at most one question about each thing,
+/// so a thing that hangs occupies only one thread.
 #[derive(Debug)]
 pub(super) struct ParallelQuestions<K, T> {
     running: BTreeMap<K, JoinHandle<()>>,
     sender: Sender<(K, T)>,
-    /// A receiver alone is not `Sync`, so it is in a mutex.
+    /// A receiver is not `Sync`, so it needs the mutex.
     answers: Mutex<Receiver<(K, T)>>,
 }
 
@@ -25,9 +25,9 @@ impl<K, T> Default for ParallelQuestions<K, T> {
 }
 
 impl<K: Clone + Ord + Send + 'static, T: Send + 'static> ParallelQuestions<K, T> {
-    /// Asks a question about each of these things on a thread of its own, and waits as long as answers keep coming. The call
-    /// waits for `patience` after the last answer while a new question has no answer, and for `remainder` while only earlier
-    /// questions have none. The result has only the things for which an answer came.
+    /// Asks a question about each of `things` on a thread of its own, and collects the answers. While a new question has no
+    /// answer, the call waits for `patience` after the last answer. While only earlier questions have none, the call waits for
+    /// `remainder`. A thing without an answer is missing in the result.
     pub(super) fn ask(
         &mut self,
         things: impl IntoIterator<Item = K>,
@@ -35,13 +35,12 @@ impl<K: Clone + Ord + Send + 'static, T: Send + 'static> ParallelQuestions<K, T>
         remainder: Duration,
         question: impl Fn(&K) -> T + Clone + Send + 'static,
     ) -> BTreeMap<K, T> {
-        // A late answer to an earlier question is outdated and dropped. The thread of a question with a late answer has ended, so
-        // a new question about the same thing can be asked.
+        // A late answer to an earlier question is outdated, so it is dropped. Its thread has ended, so a new question about the
+        // same thing can be asked.
         while let Ok((thing, _)) = self.answers().try_recv() {
             self.running.remove(&thing);
         }
-        // A thread that has panicked is finished without an answer, so the question of the thread is no running question any
-        // more.
+        // A thread that has panicked has ended without an answer, so it no longer counts as running.
         self.running.retain(|_, thread| !thread.is_finished());
         let (mut new, mut old) = (Vec::new(), Vec::new());
         for thing in things {
@@ -82,7 +81,7 @@ impl<K: Clone + Ord + Send + 'static, T: Send + 'static> ParallelQuestions<K, T>
         let sender = self.sender.clone();
         thread::Builder::new().spawn(move || {
             let answer = question(&thing);
-            // Sending the answer fails if the caller no longer exists.
+            // Sending fails if the `ParallelQuestions` was dropped.
             let _ = sender.send((thing, answer));
         })
     }
@@ -113,7 +112,7 @@ mod tests {
         let others = BTreeMap::from([(1, 2), (9, 18)]);
         // The first wait is long, since threads may start late on a busy machine.
         assert_eq!(ask(SHORT * 100), others);
-        // The question about this thing still runs, so the second wait for it is short.
+        // The question about 7 still runs, so the second wait for it is short.
         let begun = Instant::now();
         assert_eq!(ask(LONG), others);
         assert!(begun.elapsed() < LONG / 2);

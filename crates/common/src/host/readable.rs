@@ -1,4 +1,4 @@
-//! A file descriptor that becomes readable later: a pidfd or an inotify queue.
+//! Waits until a file descriptor becomes readable, such as a pidfd or an inotify queue.
 
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
@@ -13,13 +13,13 @@ pub struct Readable(AsyncFd<OwnedFd>);
 impl Readable {
     /// Registers the descriptor with the caller's tokio runtime.
     pub fn new(fd: OwnedFd) -> io::Result<Self> {
-        // tokio deprecates this function for types with an AsRawFd that may return another descriptor each time, and
-        // offers an unsafe function instead. An OwnedFd always returns the same descriptor.
+        // tokio deprecates this function, since the `AsRawFd` of a type may return another descriptor each time, and offers an
+        // unsafe function instead. An `OwnedFd` always returns the same descriptor.
         #[expect(deprecated, reason = "sound for OwnedFd")]
         AsyncFd::with_interest(fd, Interest::READABLE).map(Self)
     }
 
-    /// Waits until `read` succeeds. A `read` without data returns `WouldBlock`.
+    /// Waits until `read` succeeds. If there is no data yet, `read` has to return `WouldBlock`.
     pub async fn until<T>(&self, mut read: impl FnMut(BorrowedFd<'_>) -> io::Result<T>) -> io::Result<T> {
         loop {
             let mut ready = self.0.readable().await?;

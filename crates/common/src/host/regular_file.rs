@@ -1,5 +1,4 @@
-//! Reads a file that other users may have replaced. The function accepts only a regular file of limited size, and never
-//! blocks.
+//! Reads a file that other users may have replaced. The function accepts only a regular file of limited size, and never blocks.
 
 use std::fs::{self, File, FileType};
 use std::io::{self, Read};
@@ -18,15 +17,15 @@ pub enum Unreadable {
     TooLarge(u64),
 }
 
-/// Reads the whole file. An error if the file has more than `limit` bytes.
+/// Reads the whole file. Fails if the file has more than `limit` bytes.
 pub fn read(path: &Path, limit: u64) -> Result<Vec<u8>, Unreadable> {
-    // The file is checked before it is opened, since opening a device may have effects.
+    // The file type is checked before the file is opened, since opening a device may change its state.
     check(fs::metadata(path)?.file_type())?;
     // With NONBLOCK, a FIFO that has replaced the file after the check does not block.
     let file = File::options().read(true).custom_flags(OFlags::NONBLOCK.bits().cast_signed()).open(path)?;
     check(file.metadata()?.file_type())?;
-    // A file of /proc may block its reader until the kernel has news. A line of /proc/kmsg can be read only once, so this read
-    // would take the line from other readers.
+    // Some files under /proc block a reader. Each line of /proc/kmsg can be read only once, so this read would take lines away
+    // from other readers.
     if fstatfs(&file).map_err(io::Error::from)?.f_type == PROC_SUPER_MAGIC {
         return Err(Unreadable::NotRegular("a file of /proc"));
     }

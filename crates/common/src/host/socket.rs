@@ -1,4 +1,4 @@
-//! The process that listens on a socket.
+//! Finds the process that listens on a control daemon's socket.
 
 use std::path::Path;
 
@@ -10,7 +10,6 @@ pub fn listener(pipe_directory: &Path) -> Option<u32> {
     connect(pipe_directory).ok()
 }
 
-/// Connects to the socket in a pipe directory, and returns the PID of the process that listens.
 pub fn connect(pipe_directory: &Path) -> Result<u32, Errno> {
     let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
     let socket = net::socket_with(AddressFamily::UNIX, SocketType::SEQPACKET, flags, None)?;

@@ -1,10 +1,10 @@
-//! Standard error: if it is the journal, and if colours can be shown there.
+//! Finds out if standard error is the journal, and if it can show colours.
 
 use std::io::IsTerminal;
 use std::os::fd::AsFd;
 
-/// Returns whether standard error is the journal. systemd sets `JOURNAL_STREAM` to the device and inode of its socket. After a
-/// redirection, standard error has another device and inode.
+/// True if standard error is the journal. systemd sets `JOURNAL_STREAM` to the device and inode of the journal's socket. After
+/// a redirection, standard error has another device or inode.
 pub fn is_journal() -> bool {
     let said = std::env::var("JOURNAL_STREAM").unwrap_or_default();
     let Some((device, inode)) = said.split_once(':') else { return false };

@@ -1,4 +1,4 @@
-//! The display devices in /sys, of any vendor, with or without a loaded driver.
+//! Reads the display devices in /sys, of any vendor, with or without a loaded driver.
 
 use std::collections::BTreeSet;
 use std::fs::{self, File};
@@ -10,10 +10,9 @@ use mps_core::terms::PciAddress;
 use super::cpus::Cpus;
 use super::gpu::{PciDevice, PcieLink};
 
-/// The PCI base class of display controllers.
 const DISPLAY: u32 = 0x03;
 
-/// Every display device on the PCI bus, in the order of addresses. A device that can't be read is left out.
+/// All display devices on the PCI bus, in the order of addresses. A device that can't be read is skipped.
 pub(super) fn scan(sysroot: &Path) -> Result<Vec<PciDevice>, String> {
     let bus = sysroot.join("sys/bus/pci/devices");
     let entries = fs::read_dir(&bus)
@@ -53,7 +52,6 @@ fn text(path: &Path) -> Option<String> {
     fs::read_to_string(path).ok().map(|text| text.trim().to_owned())
 }
 
-/// Reads a file with a number such as `0x030200`.
 fn number(path: &Path) -> Option<u32> {
     u32::from_str_radix(text(path)?.strip_prefix("0x")?, 16).ok()
 }
@@ -63,8 +61,7 @@ fn driver(directory: &Path) -> Option<String> {
     Some(target.file_name()?.to_str()?.to_owned())
 }
 
-/// The device node in /dev/dri whose name begins with this prefix. If several nodes have the prefix, the node with the lowest
-/// number.
+/// The device node in /dev/dri whose name begins with `prefix`. If several names do, the node with the lowest number.
 fn node(drm: &Path, prefix: &str) -> Option<PathBuf> {
     let numbers = fs::read_dir(drm).ok()?.flatten().filter_map(|entry| {
         let name = entry.file_name();
@@ -74,8 +71,8 @@ fn node(drm: &Path, prefix: &str) -> Option<PathBuf> {
     numbers.min().map(|number| PathBuf::from(format!("/dev/dri/{prefix}{number}")))
 }
 
-/// The PCI Express link of a device: the link that lspci would print if the device's registers can be read, otherwise the link
-/// that the kernel reports.
+/// The PCI Express link of a device. If the device's registers can be read, this is the link that lspci prints. Otherwise it is
+/// the link that the kernel reports.
 fn link(directory: &Path) -> Option<PcieLink> {
     match link_in_config(&config(directory)) {
         Ok(link) => link,
@@ -88,8 +85,8 @@ fn link(directory: &Path) -> Option<PcieLink> {
     }
 }
 
-/// The first 256 bytes of the device's configuration space, which contain every capability that is needed here. The kernel
-/// gives users other than root only 64 bytes.
+/// The first 256 bytes of the device's configuration space, which contain the PCI Express capability. The kernel gives users
+/// other than root only 64 bytes.
 fn config(directory: &Path) -> Vec<u8> {
     let mut bytes = Vec::new();
     if let Ok(file) = File::open(directory.join("config")) {
@@ -99,7 +96,7 @@ fn config(directory: &Path) -> Vec<u8> {
     bytes
 }
 
-/// The registers of the device are incomplete, or the device answers only with ones.
+/// The registers of the device are incomplete, or the device does not answer and all bits are ones.
 #[derive(Debug, PartialEq, Eq)]
 struct CutShort;
 
@@ -139,10 +136,10 @@ fn link_in_config(config: &[u8]) -> Result<Option<PcieLink>, CutShort> {
     Ok(None)
 }
 
-/// The rates of links in GT/s, by their numbers in the Link Capabilities register.
+/// The rates of links in GT/s. The index is the number in the Link Capabilities register.
 const RATES: [&str; 9] = ["", "2.5", "5", "8", "16", "32", "64", "", "128"];
 
-/// Changes the kernel's `8.0 GT/s PCIe` (in older kernels `8 GT/s`) into lspci's spelling. `Unknown` becomes None.
+/// Changes the kernel's spelling `8.0 GT/s PCIe` (in older kernels `8 GT/s`) into lspci's `8GT/s`. None for `Unknown`.
 fn describe_rate(words: &str) -> Option<String> {
     let (number, _) = words.split_once(" GT/s")?;
     number.parse::<f32>().ok().filter(|rate| rate.is_finite())?;
@@ -174,7 +171,7 @@ mod tests {
 
     #[test]
     fn the_link_equals_lspcis() {
-        // Port #0, Speed 8GT/s, Width x16, ASPM L0s L1.
+        // lspci prints `Port #0, Speed 8GT/s, Width x16, ASPM L0s L1` for this register.
         assert_eq!(link_in_config(&registers(0, 0x0045_7d03)), Ok(Some(link("8GT/s", 16))));
         let rates = ["2.5GT/s", "5GT/s", "8GT/s", "16GT/s", "32GT/s", "64GT/s"];
         for (speed, rate) in (1..).zip(rates) {
@@ -222,7 +219,6 @@ mod tests {
         }
     }
 
-    /// A host's /sys in a temporary directory.
     struct Host(tempfile::TempDir);
 
     impl Host {

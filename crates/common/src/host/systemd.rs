@@ -1,10 +1,11 @@
-//! The requests to systemd: for a scope for a control daemon or a command, and for the reason why this service is stopped.
+//! Asks systemd for a scope for a control daemon or a command, and for the reason why this service is stopped.
 //!
 //! A control daemon must outlive this service, but systemd ends every process in a unit's control group when the unit stops. So
 //! each control daemon gets its own scope, which is a unit for processes that systemd has not started. `systemctl stop` of a
-//! scope ends its control daemon with all servers and clients.
+//! scope ends the control daemon in it, with all servers and clients.
 //!
-//! Each request uses its own connection: the connection with the bus name may not be open yet, or may be closing.
+//! Each request uses its own connection to the bus. The connection with the service's bus name may not be open yet, or may be
+//! closing.
 
 use std::time::Duration;
 
@@ -16,60 +17,52 @@ use super::variant::json;
 use crate::host::proc;
 use crate::problem::Problem;
 
-/// The time that the service waits for systemd's answer about a unit. A caller of the service waits as long as systemd does not
-/// answer.
+/// The time that the service waits for systemd's answer about a unit. The service's own callers wait as long.
 const ANSWER_TIMEOUT: Duration = Duration::from_secs(2);
 
 /// The time that the service waits for systemd's answers about scopes, limits and jobs, and for the move of a process into its
-/// scope. systemd needs milliseconds, but answers no request while it reloads its units, which can take seconds on a large host.
-/// The time is long, since a service that does not get the reason for its stop from systemd leaves the control daemons running.
-/// If the bus has ended, a call fails at once.
+/// scope. systemd needs milliseconds, but answers no request while it reloads its units, which can take seconds on a large
+/// host. A service that does not get the reason for its stop in this time leaves the control daemons running, so the time is
+/// long. If the bus has ended, a call fails at once.
 const PATIENCE: Duration = Duration::from_secs(10);
 
 const NAMESAKE_TIMEOUT: Duration = Duration::from_secs(5);
 
 const NAMESAKE_PAUSE: Duration = Duration::from_millis(50);
 
-/// The pause between two looks at a process that systemd is moving into its scope. systemd needs about a millisecond.
+/// The pause between two checks if systemd has moved a process into its scope. systemd needs about a millisecond.
 const MOVE_PAUSE: Duration = Duration::from_millis(2);
 
-/// The time that a control daemon and its servers have to end after SIGTERM when systemd stops their scope. In a measurement, a
-/// control daemon and its servers ended after 4 ms, so systemd's default of 90 s would only delay a shutdown.
+/// The time that a control daemon and its servers have to end after SIGTERM when systemd stops their scope. In a measurement
+/// they took 4 ms. systemd's default of 90 s would only delay a shutdown of the host.
 const STOP_TIMEOUT: Duration = Duration::from_secs(10);
 
-/// The reason why this process got SIGTERM.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Stopping {
     /// systemd stops the unit, alone or together with the host.
     Stop,
-    /// systemd starts the unit again at once: after `systemctl restart`, an upgrade, or a start that took too long.
+    /// systemd starts the unit again at once, after `systemctl restart`, an upgrade, or a start that took too long.
     Restart,
     /// This process is no service of systemd, so SIGTERM means that it should stop.
     NotUnderSystemd,
-    /// The reason for SIGTERM is unknown, and the text says why it is unknown: systemd did not answer, or has no job for the unit
-    /// (`kill`, `systemctl kill`, or a limit such as `RuntimeMaxSec=` was the cause). If the reason is unknown, the service
-    /// leaves the clients running, as for a restart: a control daemon can still be stopped later, but a job that was ended is
-    /// lost.
+    /// The text says why the reason is unknown: systemd did not answer, or has no job for the unit. Without a job, the cause of
+    /// SIGTERM is `kill`, `systemctl kill`, or a limit such as `RuntimeMaxSec=`. Then the service leaves the control daemons
+    /// running, as for a restart. Control daemons can still be stopped later, but a client's work that was ended is lost.
     Unknown(String),
 }
 
-/// Returns whether systemd runs this host.
 pub fn runs_host() -> bool {
     sd_notify::booted().unwrap_or(false)
 }
 
-/// Returns whether systemd runs this process as a system service. False for a process that a user has started, even on a host
-/// with systemd.
+/// True if systemd runs this process as a system service. False for a process that a user has started in a session.
 pub fn runs_us() -> bool {
     own_service().is_some()
 }
 
-/// Moves a process into its own scope, `yunion-mps-control-<id>.scope`, and returns the scope's name once the process is in the
-/// scope.
-///
-/// # Errors
-/// This process is no service of systemd, or systemd refuses or does not answer. After an error, the process is most likely still
-/// in its old unit, but systemd may still move the process a moment later.
+/// Moves a process into its own scope, `yunion-mps-control-<id>.scope`. Returns the scope's name once the process is in the
+/// scope. After an error, the process is most likely still in its old unit, but systemd may still move the process a moment
+/// later.
 pub async fn move_to_scope(id: &str, pid: u32) -> Result<String, Problem> {
     let own = own_service().ok_or("this process does not run in a service of systemd")?;
     let name = scope_name(id);
@@ -79,10 +72,8 @@ pub async fn move_to_scope(id: &str, pid: u32) -> Result<String, Problem> {
     Ok(name)
 }
 
-/// Moves this process, and every process that it starts, into its own scope, `yunion-mps-run-<PID>.scope`.
-///
-/// # Errors
-/// systemd does not run the host, refuses, or does not answer. After an error, the process is most likely still in its old unit.
+/// Moves this process, and every process that it starts later, into the scope `yunion-mps-run-<PID>.scope`. After an error, the
+/// process is most likely still in its old unit.
 pub async fn move_self_to_scope(description: &str) -> Result<(), Problem> {
     let pid = std::process::id();
     let name = format!("yunion-mps-run-{pid}.scope");
@@ -95,8 +86,8 @@ pub async fn move_self_to_scope(description: &str) -> Result<(), Problem> {
     arrival(pid, &name).await
 }
 
-/// Waits until systemd has moved a process into a unit. systemd's answer only means that the job for the move is queued. The
-/// control group of the process shows when the move is done.
+/// Waits until systemd has moved a process into a unit. systemd answers as soon as the job for the move is queued. Only the
+/// control group of the process shows that the move is done.
 async fn arrival(pid: u32, name: &str) -> Result<(), Problem> {
     let deadline = Instant::now() + PATIENCE;
     loop {
@@ -141,8 +132,8 @@ pub async fn why_stopping() -> Stopping {
 fn classify(job: Option<&str>, unit: &str) -> Stopping {
     match job {
         Some("stop") => Stopping::Stop,
-        // A running start job means that the start took too long: systemd stops the service and starts it again. A waiting
-        // start job runs right after the stop.
+        // If a start job is running, the start took too long: systemd stops the service and starts it again. If a start job is
+        // waiting, systemd runs the job right after the stop.
         Some("restart" | "try-restart" | "start" | "reload-or-start") => Stopping::Restart,
         Some(other) => {
             Stopping::Unknown(format!("systemd's job on {unit} is {other}, which does not stop the unit"))
@@ -154,10 +145,8 @@ fn classify(job: Option<&str>, unit: &str) -> Stopping {
     }
 }
 
-/// The properties of a unit's Unit and Service interfaces, with systemd's names.
 pub type UnitProperties = serde_json::Map<String, serde_json::Value>;
 
-/// Asks systemd about a service, which may not be installed. The call takes at most 2 s.
 pub async fn unit(name: &str) -> Result<UnitProperties, Problem> {
     let asked = async {
         let connection = Connection::system().await?;
@@ -173,7 +162,7 @@ pub async fn unit(name: &str) -> Result<UnitProperties, Problem> {
     answer(ANSWER_TIMEOUT, "can't be asked on the system bus", asked).await
 }
 
-/// Waits for an answer of systemd. If systemd refuses the request, the error begins with the text `refused`.
+/// Waits for an answer of systemd. If systemd refuses the request, the error text begins with "systemd" and `refused`.
 async fn answer<T>(
     patience: Duration,
     refused: &str,
@@ -220,7 +209,7 @@ async fn own_job() -> zbus::Result<Option<String>> {
     };
     let unit = SystemdProxy::new(&connection).await?.get_unit_by_pid(std::process::id()).await?;
     let unit = systemd(unit, "org.freedesktop.systemd1.Unit").await?;
-    // The number and the object path of systemd's job for the unit. The number is 0 if systemd has no job.
+    // The property `Job` has the job's number and object path. The number is 0 if systemd has no job for the unit.
     let (number, job): (u32, OwnedObjectPath) = unit.get_property("Job").await?;
     if number == 0 {
         return Ok(None);
@@ -234,8 +223,8 @@ async fn start_scope(name: &str, mut properties: Vec<Property>) -> zbus::Result<
     let deadline = Instant::now() + NAMESAKE_TIMEOUT;
     let systemd = SystemdProxy::new(&connection).await?;
     // If the kernel's OOM killer ends a process in the scope, systemd must not stop the other processes. systemd 253 and later
-    // have the property `OOMPolicy` for scopes. Earlier versions of systemd leave the other processes running without this
-    // property.
+    // stop them unless `OOMPolicy` is `continue`. Earlier versions have no `OOMPolicy` for scopes and leave the other processes
+    // running.
     let policy = ("OOMPolicy", Variant::from("continue"));
     properties.push(policy.clone());
     loop {
@@ -246,8 +235,8 @@ async fn start_scope(name: &str, mut properties: Vec<Property>) -> zbus::Result<
             {
                 properties.pop();
             }
-            // The former control daemon had a scope with the same name. The former control daemon has ended, but its scope stays
-            // while its servers are ending.
+            // The former control daemon had a scope with the same name. The scope exists until the former control daemon's
+            // servers have ended.
             Err(zbus::Error::MethodError(error, ..))
                 if error == "org.freedesktop.systemd1.UnitExists" && Instant::now() < deadline =>
             {
@@ -258,25 +247,25 @@ async fn start_scope(name: &str, mut properties: Vec<Property>) -> zbus::Result<
     }
 }
 
-/// The properties of a control daemon's scope. Two of systemd's defaults for scopes are kept on purpose. `KillMode=control-group`
-/// fits, since servers and clients end with their control daemon anyway. No `BindsTo=` or similar setting is used, since it would
-/// end the scope together with the service's unit.
+/// The properties of a control daemon's scope. The default `KillMode=control-group` fits, since servers and clients end with
+/// their control daemon anyway. `BindsTo=` is not set, since systemd would then stop the scope together with the service's
+/// unit.
 fn scope_properties(id: &str, pid: u32, own_unit: &str) -> Vec<Property> {
     let stop_timeout = u64::try_from(STOP_TIMEOUT.as_micros()).unwrap_or(u64::MAX);
     vec![
         ("Description", Variant::from(format!("NVIDIA MPS control daemon {id} of {own_unit}"))),
         ("PIDs", Variant::from(vec![pid])),
-        // systemd stops units in the reverse of the order that `Before` sets: at a shutdown this service stops first, and ends
-        // the control daemon itself.
+        // At shutdown systemd stops units in the reverse order of `Before`. So the service stops first, and ends the control
+        // daemon in order.
         ("Before", Variant::from(vec![own_unit.to_owned()])),
-        // Without the property `CollectMode`, systemd would keep a failed scope, and no new scope could have its name.
+        // Otherwise systemd would not remove a failed scope, and no new scope could have the same name.
         ("CollectMode", Variant::from("inactive-or-failed")),
         ("TimeoutStopUSec", Variant::from(stop_timeout)),
     ]
 }
 
-/// The scope's name. Characters that a unit's name can't have are escaped as systemd does it, with `\x` and two digits. A `-` is
-/// not escaped, since a `-` has no special meaning in the name of a scope.
+/// Characters that are not allowed in a unit's name are escaped like systemd's escapes, with `\x` and two digits. A `-` is not
+/// escaped, since it has no special meaning in the name of a scope.
 fn scope_name(id: &str) -> String {
     let mut name = "yunion-mps-control-".to_owned();
     for byte in id.bytes() {
@@ -295,13 +284,13 @@ fn own_service() -> Option<String> {
     }
     let cgroup = proc::cgroups_text(proc::OWN).ok()?;
     let unit = unit_of(&cgroup)?;
-    // user@1000.service is the manager of a user's services, and this service is never one of them.
+    // user@1000.service is the service manager of a user. Processes in it are no system services.
     (unit.ends_with(".service") && !unit.starts_with("user@")).then(|| unit.to_owned())
 }
 
 /// The unit of a process, from the text of its /proc/PID/cgroup. systemd has its units in the unified hierarchy, or on older
-/// hosts in the hierarchy named systemd. In the path, slices come before the unit, and groups after the unit belong to the
-/// unit.
+/// hosts in the hierarchy `name=systemd`. In the path, the names before the unit are slices, and the names after it are control
+/// groups in the unit.
 fn unit_of(cgroup: &str) -> Option<&str> {
     cgroup.lines().find_map(|line| {
         let (_, hierarchy_and_path) = line.split_once(':')?;
@@ -333,8 +322,8 @@ mod tests {
         assert_eq!(unit_of(unified), Some("yunion-mps-daemon.service"));
         let legacy = "9:name=systemd:/system.slice/a.service\n4:memory:/system.slice\n0::/\n";
         assert_eq!(unit_of(legacy), Some("a.service"));
-        // Other controllers have control groups with other names in their hierarchies, so these lines do not count. A slice
-        // of systemd has no processes itself, so it is no unit of the process.
+        // The hierarchies of other controllers do not count. A slice of systemd has no processes itself, so it is no process's
+        // unit.
         assert_eq!(unit_of("4:memory:/system.slice/a.service\n0::/system.slice\n"), None);
         assert_eq!(
             unit_of("0::/system.slice/yunion-mps-control-a:b.scope/sub\n"),

@@ -1,9 +1,9 @@
-//! A D-Bus value of any type as JSON.
+//! Converts a D-Bus value of any type to JSON.
 
 use serde_json::Value;
 use zbus::Variant;
 
-/// Converts a D-Bus value to plain JSON. A file descriptor has no JSON form, and systemd never sends one.
+/// A file descriptor has no JSON form and becomes null. systemd sends none.
 pub fn json(value: &Variant<'_>) -> Value {
     match value {
         Variant::U8(n) => Value::from(*n),

@@ -1,24 +1,22 @@
-//! Critical errors of GPUs (Xid): their meanings, and their consequences for the slices of a GPU, from NVIDIA's catalogue of Xid
-//! errors (its immediate actions for A100 and newer GPUs).
+//! Critical errors of GPUs (Xid): their meanings, and which of them need a reset. The source is NVIDIA's catalogue of Xid
+//! errors, with its immediate actions for A100 and newer GPUs.
 
 use std::fmt;
 
-/// A critical error that a GPU has met.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct CriticalError {
-    /// The error's number in NVIDIA's catalogue.
     pub xid: u64,
-    /// True if the driver asks for a reset of the GPU or a reboot of the host after the error
-    /// (`NVML_FI_DEV_GET_GPU_RECOVERY_ACTION`). False if the driver asks for nothing, or for the end of the programs that use
-    /// several GPUs together. None with older drivers, and for a GPU that does not answer.
+    /// True if the driver asks for a reset of the GPU or a reboot of the host (`NVML_FI_DEV_GET_GPU_RECOVERY_ACTION`). False if
+    /// the driver asks for nothing, or only for the end of the programs that use several GPUs together. None with older
+    /// drivers, and for a GPU that does not answer.
     pub asks_reset: Option<bool>,
 }
 
-/// The Xid with which the driver reports that it asks for another recovery action.
+/// The driver reports this Xid when the recovery action for which it asks has changed.
 const ACTION_CHANGED: u64 = 154;
 
-/// The critical errors after which the GPU needs a reset, or the host a reboot, before the GPU takes another client: the number
-/// and the meaning in words.
+/// The errors after which the GPU needs a reset, or the host a reboot, before the GPU takes another client. Each has its number
+/// and its meaning.
 const RESETS: [(u64, &str); 18] = [
     (46, "the GPU stopped processing"),
     (48, "a double-bit ECC error"),
@@ -40,8 +38,8 @@ const RESETS: [(u64, &str); 18] = [
     (158, "a fatal timeout of the GPU"),
 ];
 
-/// The other critical errors that the service knows: a program has caused the error, or an administrator should check the GPU.
-/// The service still serves the GPU.
+/// The other errors that the service knows. A program has caused the error, or an administrator should check the GPU. The
+/// service still serves the GPU.
 const OTHERS: [(u64, &str); 17] = [
     (8, "the GPU stopped processing"),
     (11, "an invalid or corrupted push buffer"),
@@ -67,9 +65,8 @@ impl CriticalError {
         list.iter().find(|(number, _)| *number == self.xid).map(|(_, meaning)| *meaning)
     }
 
-    /// Returns whether the GPU needs a reset, or the host a reboot, before the GPU takes another client. A request of the driver
-    /// counts instead of the list. An error of the list counts even if the driver does not ask for a reset, since the driver may
-    /// ask later.
+    /// True if the GPU needs a reset, or the host a reboot, before the GPU takes another client. If the driver asks for a
+    /// reset, the answer is true. If the driver does not ask, the list `RESETS` decides, since the driver may ask later.
     pub fn needs_reset(self) -> bool {
         match self.asks_reset {
             Some(true) => true,
@@ -79,7 +76,6 @@ impl CriticalError {
     }
 }
 
-/// Writes the error with its meaning, such as `Xid 48 (an ECC error of two bits)`.
 impl fmt::Display for CriticalError {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "Xid {}", self.xid)?;

@@ -1,10 +1,10 @@
-//! Finds the containers of a process by its control groups.
+//! Finds the containers of a process in the names of its control groups.
 
 use crate::host::control_groups;
 
-/// The ids of all containers that contain a process, from the text of its /proc/PID/cgroup: the innermost container of each
-/// hierarchy first. Every runtime uses the 64 hexadecimal digits of a container's id in the name of the container's control
-/// group, with different prefixes and suffixes.
+/// The ids of all containers that a process is in, from the text of its /proc/PID/cgroup. In each hierarchy the innermost
+/// container comes first. Every container runtime names a container's control group with the 64 hexadecimal digits of the
+/// container's id, and with different prefixes and suffixes.
 pub fn containers_in(cgroups: &str) -> impl Iterator<Item = &str> {
     paths_in(cgroups).flat_map(|path| path.rsplit('/')).filter_map(container_in_name)
 }
@@ -14,14 +14,14 @@ fn paths_in(cgroups: &str) -> impl Iterator<Item = &str> {
 }
 
 /// The container that the host's own runtime has made for the process with these control groups: the outermost container in a
-/// path, if root has made the container's control group and all ancestors. No other user can have chosen the name of a control
-/// group that root has made.
+/// path, if root has made its control group and all ancestors. Then no other user can have chosen the container's id in the
+/// path.
 pub fn of_the_hosts(cgroups: &str) -> Option<&str> {
     made_by(cgroups, control_groups::is_believed)
 }
 
-/// Like [`of_the_hosts`], for tests: `is_believed` takes a hierarchy and a path in it, and returns true if root has named the
-/// control group.
+/// Like [`of_the_hosts`]. `is_believed` takes a hierarchy and a path in it, and returns true if root has made the control
+/// group. A test passes another function than the service.
 fn made_by(cgroups: &str, is_believed: impl Fn(&str, &str) -> bool) -> Option<&str> {
     cgroups.lines().find_map(|line| {
         let mut fields = line.splitn(3, ':').skip(1);
@@ -32,7 +32,8 @@ fn made_by(cgroups: &str, is_believed: impl Fn(&str, &str) -> bool) -> Option<&s
 }
 
 /// The container's id in the name of a control group. conmon, which monitors a container of podman or CRI-O from outside, has a
-/// control group with the container's id too (`libpod-conmon-ID.scope`), but is not in the container.
+/// control group with the container's id too (`libpod-conmon-ID.scope`). conmon is not in the container, so this name has no
+/// id.
 fn container_in_name(name: &str) -> Option<&str> {
     if name.contains("conmon") {
         return None;
@@ -40,7 +41,7 @@ fn container_in_name(name: &str) -> Option<&str> {
     name.split(|c: char| !c.is_ascii_hexdigit()).find(|run| run.len() == 64)
 }
 
-/// The part of a control group's path that ends with the name of the container with this id.
+/// The part of a control group's path that ends with the name of the container `id`.
 pub(super) fn up_to_container(path: &str, id: &str) -> Option<String> {
     let mut above = String::new();
     for name in path.split('/').skip(1) {
@@ -67,7 +68,7 @@ mod tests {
             format!("0::/machine.slice/libpod-{id}.scope/container"),
             format!("0::/system.slice/crio-{id}.scope"),
             format!("3:cpu:/\n0::/default/{id}"),
-            // Cloudpods makes its control groups below its own parent, in every hierarchy.
+            // Cloudpods (the platform) makes its control groups below its own parent, in every hierarchy.
             format!("5:cpuset:/cloudpods/{id}\n0::/"),
             format!("0::/cloudpods/{id}"),
             format!("0::/cloudpods.slice/cri-containerd-{id}.scope"),
@@ -104,7 +105,7 @@ mod tests {
     #[test]
     fn who_may_name_control_groups_makes_no_container_of_the_hosts() {
         let (own, other) = ("a".repeat(64), "b".repeat(64));
-        // A user owns the control groups of these units, and can make other control groups in them.
+        // The user of each of these units owns its control group, and can make other control groups in it.
         let is_believed = |_: &str, path: &str| {
             !["/hz-job.service/", "/user@1000.service/"].iter().any(|one| path.contains(one))
         };

@@ -1,7 +1,6 @@
-//! The host agent's records of its guests: which guest has which containers, and which devices the containers have.
-//!
-//! The agent writes the files in place, without renaming, so a reader may get half of a file. The records contain credentials, so
-//! only the names that this module returns are stored, logged or published.
+//! Reads the host agent's records of its guests: the containers of each guest, and the devices of each container. The agent
+//! writes the files in place, so a reader may get half of a file. The records contain credentials. So the service stores, logs
+//! and publishes only the names that this module returns.
 
 use std::collections::BTreeMap;
 use std::ffi::OsString;
@@ -23,38 +22,31 @@ use serde_json::{Map, Value};
 
 use super::CLAIMS;
 
-/// The file with all containers of one guest: the ids that the container runtime uses.
 const CONTAINERS: &str = "containers";
 
-/// The file that describes a guest, its containers and their devices.
 const DESCRIPTION: &str = "desc";
 
-/// The type of a device that is a slice of this service.
 const OUR_TYPE: &str = "NVIDIA_MPS";
 
 /// The largest record that the service reads, in bytes. A guest's description has some ten thousand bytes.
 const LARGEST: u64 = 1024 * 1024;
 
-/// The most bytes of all records that the service reads for one look at processes. In memory, the ids of containers need about
-/// five times as much as in the records, and several looks at processes may run at once. The records with the container ids of
-/// 4,096 guests, or the descriptions of a thousand guests, are smaller than this limit.
+/// The most bytes of all records that the service reads in one pass over the processes. In memory, container ids need about
+/// five times as much as in the records, and several passes may run at once. The container ids of 4,096 guests, or the
+/// descriptions of a thousand guests, stay below this limit.
 const ALL: u64 = 16 * 1024 * 1024;
 
-/// The most guests whose records the service reads.
 const GUESTS: usize = 4096;
 
-/// The longest part of a guest's name that the service stores, in characters.
 const NAME: usize = 128;
 
-/// The mode bits of a file that users other than its owner can write.
 const WRITTEN_BY_OTHERS: u32 = 0o022;
 
-/// The number of attempts to read a file that is half-written, and the pause between them. The host agent needs less time than
-/// these attempts take to write a file.
+/// The attempts to read a file of which the host agent may have written only half. All attempts together take longer than the
+/// agent needs to write a file.
 const ATTEMPTS: usize = 5;
 const PAUSE: Duration = Duration::from_millis(25);
 
-/// The host agent's record of one container.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct GuestRecord {
     pub(super) names: GuestContainer,
@@ -62,15 +54,15 @@ pub(super) struct GuestRecord {
     pub(super) devices: Vec<DeviceName>,
 }
 
-/// The host agent's records of all guests. The records are read when the first container is asked about, and are used for one
-/// look at processes.
+/// The host agent's records of all guests, for one pass over the processes. The records are read when the first container is
+/// asked about.
 #[derive(Debug)]
 pub(super) struct GuestRecords {
     directory: PathBuf,
-    /// The number of bytes of records that may still be read during one look at processes.
+    /// The number of bytes of records that may still be read in this pass.
     room: AtomicU64,
-    /// The containers by id: the directory of the guest, and the container's key in the guest's record. None if two guests have a
-    /// container with the same id.
+    /// The containers by id: the directory of the guest, and the container's key in the guest's record. None if two guests have
+    /// a container with the same id.
     containers: OnceLock<BTreeMap<String, Option<(OsString, String)>>>,
     /// The record of each container, by the directory of its guest and the key of the container. A guest without a readable
     /// description has no records.
@@ -83,8 +75,8 @@ impl GuestRecords {
         Self { directory, room, containers: OnceLock::new(), guests: Mutex::default() }
     }
 
-    /// The record of the container with this id of 64 hexadecimal digits. None if no guest has a container with this id, or if
-    /// two guests have one.
+    /// The record of the container with this id of 64 hexadecimal digits. None if no guest, or more than one guest, has a
+    /// container with this id.
     pub(super) fn record_of(&self, id: &str) -> Option<GuestRecord> {
         let containers = self.containers.get_or_init(|| read_containers(&self.directory, &self.room));
         let (guest, key) = containers.get(id)?.as_ref()?;
@@ -97,7 +89,6 @@ impl GuestRecords {
     }
 }
 
-/// The records of a guest's containers, by their keys.
 fn records_in(description: &Map<String, Value>) -> BTreeMap<String, GuestRecord> {
     let containers = description.get("containers").and_then(Value::as_array);
     let record = |container: &Value| {
@@ -109,7 +100,7 @@ fn records_in(description: &Map<String, Value>) -> BTreeMap<String, GuestRecord>
         let key = container.get("id")?.as_str()?.to_owned();
         Some((key, GuestRecord { names, devices: devices_of(container) }))
     };
-    // If two containers have the same key, the first one counts.
+    // If two containers have the same key, the first container counts.
     containers.into_iter().flatten().rev().filter_map(record).collect()
 }
 
@@ -126,20 +117,18 @@ fn devices_of(container: &Value) -> Vec<DeviceName> {
     devices
 }
 
-/// The first characters of a name, on one line and without control characters: the service uses the name in labels of bindings
-/// and in events.
+/// The first characters of a name, without control characters: the name stands in labels of bindings and in events, which are
+/// single lines.
 fn shortened(name: Option<&Value>) -> String {
     let plain = |c: char| if c.is_control() { char::REPLACEMENT_CHARACTER } else { c };
     name.and_then(Value::as_str).unwrap_or_default().chars().take(NAME).map(plain).collect()
 }
 
-/// The reason why a record is not used at all, or not yet. The reason quotes nothing from the record, which may contain
-/// credentials.
+/// The reason why a record is not used. The reason quotes nothing from the record, which may contain credentials.
 #[derive(Debug)]
 enum BadRecord {
-    /// The record does not exist or can't be read.
     Failed(io::Error),
-    /// Users other than the service's user can write the record, or it is no regular file or directory.
+    /// Users other than root can write the record, or the record is no regular file or directory.
     NotTheAgents,
     TooLarge,
     /// The records that were read before have used up the allowed bytes.
@@ -188,7 +177,6 @@ impl From<rustix::io::Errno> for BadRecord {
     }
 }
 
-/// The containers of all guests, by the ids that the container runtime has given them.
 fn read_containers(directory: &Path, room: &AtomicU64) -> BTreeMap<String, Option<(OsString, String)>> {
     let mut containers = BTreeMap::new();
     let mut left = guests_in(directory).unwrap_or_else(|error| {
@@ -220,14 +208,12 @@ fn keep(
 ) {
     for (key, container) in found {
         let Some(id) = container.get("cri_id").and_then(Value::as_str) else { continue };
-        // The id of a container belongs to only one container. If two records have the same id, at least one of the records is
-        // wrong.
+        // A container's id is unique. If two records have the same id, at least one of them is wrong.
         let owner = if containers.contains_key(id) { None } else { Some((guest.clone(), key)) };
         containers.insert(id.to_owned(), owner);
     }
 }
 
-/// The directories of guests, one for each guest.
 fn guests_in(directory: &Path) -> Result<Vec<OsString>, BadRecord> {
     let opened = File::from(openat(CWD, directory, directory_flags(), Mode::empty())?);
     believed(&fstat(&opened)?)?;
@@ -261,10 +247,10 @@ fn read_file(
         return Err(BadRecord::NoRoom);
     }
     let mut bytes = Vec::new();
-    // The agent may be writing the file at this moment, so no more than the size that was checked is read.
+    // The agent may be writing the file now, so the read stops at the size that was checked.
     file.take(found.len()).read_to_end(&mut bytes).map_err(BadRecord::Failed)?;
     room.store(left.saturating_sub(bytes.len() as u64), Ordering::Relaxed);
-    // The text of the parser's error could quote the file, so only the place of the error is used.
+    // The parser's error text could quote the file, so only the place of the error is used.
     let place =
         |error: serde_json::Error| BadRecord::NotUnderstood { line: error.line(), column: error.column() };
     serde_json::from_slice(&bytes).map_err(place)
@@ -274,14 +260,14 @@ fn directory_flags() -> OFlags {
     OFlags::RDONLY | OFlags::CLOEXEC | OFlags::DIRECTORY
 }
 
-/// Refuses a file that another user can write, and so may have written. The agent writes its records as root.
+/// Refuses a file that another user can write, since that user may have written it. The host agent runs as root.
 fn believed(stat: &Stat) -> Result<(), BadRecord> {
     let is_the_agents = stat.st_uid == geteuid().as_raw() && stat.st_mode & WRITTEN_BY_OTHERS == 0;
     if is_the_agents { Ok(()) } else { Err(BadRecord::NotTheAgents) }
 }
 
-/// Reads a record of the host agent. If the record is half-written, tries again until it is complete. If the record can't be
-/// read, the reason is logged.
+/// Reads a record of the host agent. If the agent may have written only half of the record, tries again. If the record can't be
+/// read, logs the reason.
 fn believed_file(
     directory: &Path,
     guest: &OsString,
@@ -299,7 +285,6 @@ fn believed_file(
     read.inspect_err(|error| not_read(&directory.join(guest).join(file), error))
 }
 
-/// The records of containers that the service can't use, each with the reason.
 pub fn records_without_effect(directory: &Path) -> Vec<(PathBuf, String)> {
     let guests = match guests_in(directory) {
         Ok(guests) => guests,
@@ -314,7 +299,7 @@ pub fn records_without_effect(directory: &Path) -> Vec<(PathBuf, String)> {
             }
         };
         match believed_file(directory, &guest, CONTAINERS, &room) {
-            // A virtual machine has no containers, so its description is not needed.
+            // A virtual machine has no containers, so the service does not need its description.
             Ok(containers) if containers.is_empty() => {}
             Ok(_) => {
                 let room = AtomicU64::new(ALL);
@@ -329,8 +314,7 @@ pub fn records_without_effect(directory: &Path) -> Vec<(PathBuf, String)> {
 }
 
 fn not_read(file: &Path, error: &BadRecord) {
-    // A virtual machine has no file of containers, and most guests are virtual machines. So a missing file of containers is not
-    // logged.
+    // Most guests are virtual machines, which have no file of containers. So a missing file is not logged.
     if !error.is_missing() {
         tracing::debug!("{}: {error}", file.display());
     }
@@ -351,7 +335,6 @@ mod tests {
         digit.to_string().repeat(64)
     }
 
-    /// A directory of guests, as a host agent has it, for a test.
     struct Servers(tempfile::TempDir);
 
     impl Servers {
@@ -375,7 +358,6 @@ mod tests {
             }
         }
 
-        /// Writes the records of a guest with one container, which has devices with these addresses and types.
         fn one(&self, guest: &str, id: &str, devices: &[(&str, Option<&str>)]) {
             self.write(guest, &containers(id), &description(devices));
         }
@@ -428,8 +410,8 @@ mod tests {
             assert_eq!([guest, container, project], ["train-1", "main", "vision"]);
         }
         assert_eq!(servers.record_of(&id('a')), None);
-        // The record has no container id yet: the host agent has written it before the container runtime has made the
-        // container.
+        // The host agent writes the record before the container runtime makes the container. Until then the record has no
+        // container id.
         servers.write("guest", &json!({"c-1": {"id": "c-1", "cri_id": null}}), &description(&[]));
         assert_eq!(servers.record_of(ID), None);
         servers.write(
@@ -506,7 +488,7 @@ mod tests {
         ));
     }
 
-    /// A look reads only the allowed bytes, however damaged the directory is, and logs the reason.
+    /// One pass reads only the allowed bytes, and logs the reason for each file that is not read.
     #[test]
     fn all_files_together_are_bounded() {
         let servers = Servers::new();
@@ -530,7 +512,7 @@ mod tests {
         assert_eq!(names(&servers.record_of(&id('b')).unwrap().devices), ["00:06.0-1"]);
     }
 
-    /// The agent writes in place: the service reads a half-written record again until it is complete.
+    /// The host agent writes in place. So the service reads a half-written record again until the record is complete.
     #[test]
     fn a_half_written_record_is_read_again() {
         let servers = Servers::new();

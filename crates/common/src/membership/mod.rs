@@ -1,22 +1,20 @@
-//! Finds the owner and the slices of each process that may be a client. The module `register::evidence` of `mps_core` has the
-//! order of trust between the sources of a process's slices.
+//! Finds the tenant and the slices of each process that may be a client. The sources of a process's slices differ in how far
+//! they can be trusted. `register::evidence` in `mps_core` has their order.
 //!
-//! Root binds a control group to slices, and a program can't leave its control group unless it is root on the host. So a binding
-//! counts no matter what is mounted or stands in the environment, and no other process can claim a bound slice by its
-//! environment.
+//! * A binding: root has bound the control group of the process to slices. A program can't leave its control group unless it is
+//!   root on the host. So a binding counts whatever the mounts and the environment say. No other process can claim a bound
+//!   slice by its environment.
+//! * Mounts: a container's runtime mounts the directories of the container's slices. No program in the container can mount the
+//!   directory of another slice. So in a container the mounts count, whatever the environment says.
+//! * The environment: a variable names the slice, or the directory in which the process searches for its control daemon. The
+//!   environment counts if no runtime has mounted a slice's directory: for a process on the host, or if an agent has mounted
+//!   the pipe directory itself.
 //!
-//! A container's runtime mounts the directories of the container's slices, and no program in the container can mount the
-//! directory of another slice. So in a container the mounts count, no matter what the environment says. The environment of a
-//! process counts if no runtime has mounted a slice's directory: for a process on the host, or if an agent has mounted the pipe
-//! directory itself. The environment names the slice in a variable, or by the directory in which the process looks for its
-//! control daemon.
-//!
-//! Mounts prove nothing in a user namespace that an unprivileged user has made, since that user can mount any visible directory
-//! in the namespace. So a process's mounts count only in the user namespace of the service, or in a container that the host's own
-//! runtime has made. A tenant in a container of the host's runtime can make another user namespace. So in a user namespace other
-//! than the service's, a slice counts only if the first process of the container also sees the slice's directory, and if neither
-//! this first process nor the process itself sees a whole pipe directory, from which the tenant could have mounted the slice's
-//! directory.
+//! An unprivileged user can make a user namespace, and in it mount any directory that the user sees. So a process's mounts
+//! count only in the user namespace of the service, or in a container that the host's own runtime has made. But a tenant in
+//! such a container can make another user namespace too. So in a user namespace other than the service's, a slice counts only
+//! under two conditions. First, the first process of the container also sees the slice's directory. Second, neither process
+//! sees a whole pipe directory, from which the tenant could have mounted the slice's directory.
 
 pub mod containers;
 mod guests;
@@ -47,7 +45,7 @@ use guests::{GuestRecord, GuestRecords};
 
 pub const DEVICE_VARIABLE: &str = "YUNION_MPS_DEVICE";
 
-/// The environment variable that names the directory in which a process looks for its control daemon.
+/// Names the directory in which a process searches for its control daemon.
 pub const PIPE_DIRECTORY_VARIABLE: &str = "CUDA_MPS_PIPE_DIRECTORY";
 
 /// The most slices that the environment of a process can claim. A container has at most one slice of each GPU.
@@ -55,17 +53,14 @@ const CLAIMS: usize = 64;
 
 const ANCESTORS: usize = 32;
 
-/// The slices of all control daemons, as the plan and the state file have them. The service needs no look at a process to know
-/// these slices.
+/// The facts about the slices of all control daemons that follow from the plan and the state file, without reading any process.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Slices {
-    /// The pipe directories, which contain the directories of slices.
     pipe_directories: Arc<BTreeSet<PathBuf>>,
     /// The control daemons' own directories, which contain their privileged sockets.
     own_directories: BTreeSet<PathBuf>,
     gpus: BTreeMap<String, GpuId>,
     bindings: Arc<Bindings>,
-    /// The directory of the host agent's records.
     servers: Option<PathBuf>,
 }
 
@@ -81,7 +76,7 @@ impl Slices {
         slices
     }
 
-    /// Adds GPUs, by UUID: a running control daemon keeps its GPUs, even if the plan changes.
+    /// Adds GPUs, by UUID. A running control daemon still has GPUs that the plan no longer gives it.
     #[must_use]
     pub fn and_of<'a>(mut self, gpus: impl IntoIterator<Item = (&'a str, GpuId)>) -> Self {
         self.gpus.extend(gpus.into_iter().map(|(uuid, gpu)| (uuid.to_owned(), gpu)));
@@ -95,33 +90,29 @@ impl Slices {
         self
     }
 
-    /// Adds the control daemons' own directories.
     #[must_use]
     pub fn commanded_in<'a>(mut self, directories: impl IntoIterator<Item = &'a Path>) -> Self {
         self.own_directories.extend(directories.into_iter().map(Path::to_owned));
         self
     }
 
-    /// Sets the bindings of control groups to slices.
     #[must_use]
     pub fn bound_by(self, bindings: &Arc<Bindings>) -> Self {
         Self { bindings: Arc::clone(bindings), ..self }
     }
 
-    /// Sets the directory in which the host agent keeps the records of its guests.
     #[must_use]
     pub fn recorded_in(self, servers: &Path) -> Self {
         Self { servers: Some(servers.to_owned()), ..self }
     }
 
-    /// The UUIDs of the GPUs of these slices.
     pub fn gpus_of(&self, slices: &[SliceId]) -> Vec<&str> {
         let gpus = self.gpus.iter().filter(|(_, gpu)| slices.iter().any(|slice| slice.gpu == **gpu));
         gpus.map(|(uuid, _)| uuid.as_str()).collect()
     }
 
-    /// The slices of a process, `all`, as far as they count on the GPU with this UUID. All slices of the process if it uses no
-    /// GPU yet.
+    /// The part of `all`, the slices of a process, that counts on the GPU with this UUID. With an empty UUID, the process uses
+    /// no GPU yet, and all of its slices count.
     pub fn on(&self, gpu: &str, all: Membership) -> Option<Membership> {
         match self.gpus.get(gpu) {
             Some(gpu) => all.on(*gpu),
@@ -130,48 +121,44 @@ impl Slices {
     }
 }
 
-/// The places of the slices' directories, and the other facts that are equal for all processes. The service makes a `SliceMounts`
-/// for one look at processes, on a thread on which it may ask the kernel: reading an environment can hang in the driver.
+/// The places of the slices' directories, and other facts that are the same for all processes. The service makes a
+/// `SliceMounts` for each pass over the processes, on a separate thread, since reading the environment of a process can hang in
+/// the driver.
 #[derive(Debug)]
 pub struct SliceMounts {
-    /// The pipe directories as places, which are independent of a mount.
+    /// The pipe directories, in a form that is the same in every mount namespace.
     pipes: Vec<Place>,
     pipe_directories: Arc<BTreeSet<PathBuf>>,
     own: Vec<Place>,
-    /// The mount namespaces of the service and of the first process: a process in one of them runs on the host.
+    /// The mount namespaces of the service and of the host's first process. A process in either of them runs on the host.
     host: Vec<PathBuf>,
-    /// The service's user namespace.
     user: Option<PathBuf>,
-    /// The first process of each container, by the container's id. The service searches for the first processes of containers
-    /// only when it needs one of them.
+    /// The first process of each container, by the container's id. The map is made when the first container needs it.
     first: OnceLock<BTreeMap<String, u32>>,
     bindings: Arc<Bindings>,
     records: Option<GuestRecords>,
-    /// The text of the file with the names of the host's users.
     users: String,
 }
 
 #[derive(Debug, Default, PartialEq, Eq)]
 struct Sight {
-    /// The slices whose directory is the root of a mount.
     slices: BTreeSet<SliceId>,
-    /// True if a mount shows a part of a pipe directory, or contains one.
+    /// True if a mount shows a part of a pipe directory, or contains a pipe directory.
     pipe: bool,
-    /// True if a mount contains a pipe directory, or the directory in it that contains the directories of all slices.
+    /// True if a mount contains a whole pipe directory, or the directory in a pipe directory that has the directories of all
+    /// slices.
     whole: bool,
-    /// True if a mount contains a control daemon's own directory.
     own: bool,
 }
 
-/// The facts about a process that were found without reading its memory.
 #[derive(Debug)]
 pub struct ProcessSight {
     evidence: Evidence,
-    /// The commands that a control daemon takes from the process if the process is root. NVIDIA's control daemon decides by the
-    /// user that the kernel reports, and by the socket that the client uses: measured on an H200 with driver 580.159.04
-    /// (docs/security.md).
+    /// The commands that a control daemon accepts from the process if the process is root. NVIDIA's control daemon decides by
+    /// the user id from the kernel, and by the socket to which the client connects. The source is a test on an H200 with driver
+    /// 580.159.04 (docs/security.md).
     as_root: MayCommand,
-    /// All bindings: a process can't claim a slice that is bound to another control group.
+    /// All bindings. A process can't claim a slice that is bound to another control group.
     bindings: Arc<Bindings>,
     pipe_directories: Arc<BTreeSet<PathBuf>>,
 }
@@ -196,11 +183,8 @@ impl SliceMounts {
         }
     }
 
-    /// Looks at a process without reading the memory of the process, since such a read could hang. If the environment of the
-    /// process counts, the slices are not known yet.
-    ///
-    /// # Errors
-    /// The process has ended, or can't be read.
+    /// Finds the facts about a process without reading its memory, since reading its memory could hang. If the environment of
+    /// the process counts, the slices are unknown until [`ProcessSight::slices`] reads it. Fails if the process has ended.
     pub fn look_at(&self, process: ProcessId) -> io::Result<(KnownClient, ProcessSight)> {
         let pid = process.pid;
         let seen = self.see(pid)?;
@@ -219,24 +203,21 @@ impl SliceMounts {
             container: containers_in(&proc::cgroups_text(pid)?).next().map(str::to_owned),
             recorded,
             slices,
-            // The id is as the host sees the user: the root user of a user namespace is another user.
+            // The kernel reports the user id as the host sees it. So root in a user namespace is another user here.
             may_command: status
                 .effective_uid()
                 .map(|uid| if uid == 0 { seen.as_root } else { MayCommand::Nothing }),
             command: proc::name(pid).unwrap_or_default(),
             ..KnownClient::only(process)
         };
-        // During the look the process may have ended and another process may have got its PID.
+        // The process may have ended during these reads, and another process may have got its PID.
         if identity::read(pid)? == process { Ok((client, seen)) } else { Err(Errno::SRCH.into()) }
     }
 
-    /// Finds the slices in the mounts of a process. A program that calls chroot sees fewer mounts than its container has, so the
-    /// mounts of its ancestors count too. The mounts of ancestors in other namespaces count up to the host, for a sandbox in a
-    /// container: the sandbox has the slices of the container. A sandbox in a container reaches no directory that only the
-    /// ancestors of the sandbox see.
-    ///
-    /// # Errors
-    /// The process has ended, or can't be read.
+    /// Finds the slices in the mounts of a process. A program that calls chroot sees fewer mounts than its container, so the
+    /// mounts of its ancestors count too. For a sandbox in a container, the slices of ancestors in other mount namespaces
+    /// count, up to the host. But the sandbox can't reach the directories that only these ancestors see. Fails if the process
+    /// has ended.
     fn see(&self, pid: u32) -> io::Result<ProcessSight> {
         let (mut believed, mut all) = (false, Sight::default());
         let (mut own_namespace, mut last) = (None, None);
@@ -262,11 +243,11 @@ impl SliceMounts {
             }
             last = Some(place);
         }
-        // A process in a container reaches only the socket `control`, unless a control daemon's own directory, or an ancestor of
-        // that directory, is mounted in the container.
+        // A process in a container reaches only the socket `control`, which clients use. If a control daemon's own directory or
+        // an ancestor of it is mounted in the container, the process also reaches the privileged socket.
         let as_root = if last.is_none() || all.own { MayCommand::All } else { MayCommand::Neighbours };
-        // Mounts with neither a slice nor a pipe directory prove that the process has no slice by its mounts: it has reached
-        // the GPU in another way.
+        // Mounts with neither a slice nor a pipe directory prove that the process has no slice by its mounts: it uses the GPU
+        // without the pipe directory.
         let known = !all.slices.is_empty() || (believed && !all.pipe);
         let bound = self.binding_of(pid).map(bound);
         let slices: Vec<SliceId> = all.slices.into_iter().collect();
@@ -281,19 +262,18 @@ impl SliceMounts {
         })
     }
 
-    /// The label of the binding of a process. None if the process has no binding, or the binding has no label.
     fn label_of(&self, pid: u32) -> Option<String> {
         self.binding_of(pid).map(|its| its.label.clone()).filter(|label| !label.is_empty())
     }
 
     fn binding_of(&self, pid: u32) -> Option<&Binding> {
-        // Without bindings, which is most common, the kernel is not asked for the process's control group.
+        // Most hosts have no bindings. Then the kernel is not asked for the process's control group.
         self.bindings.iter().next()?;
         self.bindings.nearest(&control_groups::path_of(pid).ok()?, is_there)
     }
 
-    /// The recorded container of a process, if the container is not bound to all of its slices yet. The result has only devices
-    /// on those GPUs that have no slice to which the process is bound.
+    /// The recorded container of a process, if the container is not bound to all of its slices yet. The result has only the
+    /// devices on GPUs of which the process is bound to no slice.
     fn recorded_container(&self, pid: u32, record: &GuestRecord) -> Option<RecordedContainer> {
         let binding = self.binding_of(pid);
         if binding.is_some_and(|its| its.by == BoundBy::Root) {
@@ -315,8 +295,8 @@ impl SliceMounts {
         records.record_of(of_the_hosts(&proc::cgroups_text(pid).ok()?)?)
     }
 
-    /// The mount namespace of a process and its root directory: processes for which both are the same have the same list of
-    /// mounts. None if the process runs on the host, and if an ancestor has just ended.
+    /// The mount namespace of a process and its root directory. Processes with the same pair have the same list of mounts. None
+    /// if the process runs on the host, or if it is an ancestor that has just ended.
     fn place_of(&self, process: u32, wanted: bool) -> io::Result<Option<(PathBuf, PathBuf)>> {
         let place = proc::mount_namespace(process).and_then(|its| Ok((its, proc::root(process)?)));
         match place {
@@ -327,8 +307,8 @@ impl SliceMounts {
         }
     }
 
-    /// The slices of a process, as its mounts prove them: root of the host, or a runtime of the host, has mounted the
-    /// directories of these slices. None if the mounts of the process prove nothing.
+    /// The slices that the mounts of a process prove: root or a runtime of the host has mounted the directories of these
+    /// slices. None if the mounts prove nothing.
     fn believed(&self, process: u32, sight: Sight) -> Option<BTreeSet<SliceId>> {
         let its = proc::user_namespace(process).ok();
         if its.is_some() && its == self.user {
@@ -364,15 +344,12 @@ impl SliceMounts {
 }
 
 impl ProcessSight {
-    /// Returns true if the environment of the process counts for its slices.
     pub fn asks_environment(&self) -> bool {
         self.evidence.asks_environment()
     }
 
-    /// The slices of the process. The call reads the memory of the process if the environment of the process counts.
-    ///
-    /// # Errors
-    /// The process has ended, or can't be read.
+    /// The slices of the process. If the environment of the process counts, reads it from the memory of the process, which may
+    /// hang.
     pub fn slices(&self, pid: u32) -> io::Result<Option<Membership>> {
         let claim = if self.asks_environment() {
             claimed(&proc::environment(pid)?, &self.pipe_directories)
@@ -384,7 +361,6 @@ impl ProcessSight {
     }
 }
 
-/// The tenant for whom a process of this user works.
 fn tenant(uid: u32, pid: u32) -> io::Result<Tenant> {
     let container = match of_the_hosts(&proc::cgroups_text(pid)?) {
         Some(id) => id.to_owned(),
@@ -393,8 +369,8 @@ fn tenant(uid: u32, pid: u32) -> io::Result<Tenant> {
     Ok(Tenant { uid, container })
 }
 
-/// Returns true if this control group still exists. A control group that was removed and made again with the same path is
-/// another control group.
+/// True if this control group still exists. If a control group was removed and another was made with the same path, the answer
+/// is false.
 fn is_there(group: &ControlGroup) -> bool {
     control_groups::find(&group.path).is_ok_and(|found| found == *group)
 }
@@ -407,8 +383,8 @@ fn bound(binding: &Binding) -> Membership {
     Membership { slices: binding.slices.iter().copied().map(DeviceName::Slice).collect(), known_by }
 }
 
-/// The parent of a process, the parent's parent and further ancestors. The list stops before an ancestor whose PID may belong to
-/// another process by now.
+/// The ancestors of a process, beginning with its parent. The list ends before an ancestor whose PID may belong to another
+/// process by now.
 fn ancestors(pid: u32) -> impl Iterator<Item = u32> {
     let parent = |child: &proc::Stat| {
         let parent = proc::stat(child.parent).ok()?;
@@ -423,7 +399,7 @@ fn ancestors(pid: u32) -> impl Iterator<Item = u32> {
     .take(ANCESTORS)
 }
 
-/// The oldest process of each container that the host's own runtime has made.
+/// The oldest process of each container that the host's own runtime has made, by the container's id.
 fn first_processes() -> BTreeMap<String, u32> {
     let mut oldest: BTreeMap<String, (u64, u32)> = BTreeMap::new();
     for pid in proc::pids() {
@@ -437,7 +413,6 @@ fn first_processes() -> BTreeMap<String, u32> {
     oldest.into_iter().map(|(id, (_, pid))| (id, pid)).collect()
 }
 
-/// The slices that the environment of a process names: by their names in a variable, or one slice by its directory.
 fn claimed(environment: &[u8], pipe_directories: &BTreeSet<PathBuf>) -> Vec<DeviceName> {
     let named = named(environment);
     if named.is_empty() {
@@ -452,19 +427,19 @@ fn named(environment: &[u8]) -> Vec<DeviceName> {
         proc::variable(environment, DEVICE_VARIABLE).and_then(|value| std::str::from_utf8(value).ok());
     let mut slices = Vec::new();
     for name in value.unwrap_or_default().split(',').take(CLAIMS) {
-        // The names that this function returns are published, and every user can read them. So only names of slices are returned,
-        // each once, and never another text from the environment.
+        // The service publishes these names, and every user can read them. So only names of slices and GPUs are returned, and
+        // no other text from the environment.
         slices.extend(name.trim().parse().ok().filter(|name| !slices.contains(name)));
     }
     slices
 }
 
-/// The slice with this directory, which is a path below the pipe directory, such as `slices/00_06.0-1`.
+/// `path` is relative to the pipe directory, such as `slices/00_06.0-1`.
 fn slice_with_directory(path: &Path) -> Option<SliceId> {
     SliceId::with_directory_name(path.strip_prefix(DIRECTORIES).ok()?.to_str()?)
 }
 
-/// The slice of a process with this environment: in the slice's directory the process looks for its control daemon.
+/// The slice whose directory this environment names as the pipe directory.
 fn connected(environment: &[u8], pipe_directories: &BTreeSet<PathBuf>) -> Option<SliceId> {
     let directory = Path::new(OsStr::from_bytes(proc::variable(environment, PIPE_DIRECTORY_VARIABLE)?));
     let inside = |pipe: &PathBuf| directory.strip_prefix(pipe).ok();
@@ -545,7 +520,7 @@ mod tests {
         SliceMounts::find(&slices.commanded_in(directories))
     }
 
-    /// The mounts of a container in which this directory of the host is mounted at another path.
+    /// The mounts of a container in which `directory`, a path in the pipe directory, is mounted at another path.
     fn seen(directory: &Path) -> Sight {
         let pipe = tempfile::tempdir().unwrap();
         std::fs::create_dir_all(pipe.path().join("slices/00_06.0-1")).unwrap();

@@ -1,17 +1,14 @@
-//! The names of the host's users.
+//! Finds the names of the host's users in /etc/passwd.
 
 use std::fs;
 
-/// The file with the host's users. Users that only a directory service knows have no name here, since such a service can take
-/// long to answer.
+/// The file with the host's users. A directory service (LDAP) is not asked for names, since it can take long to answer.
 const USERS: &str = "/etc/passwd";
 
-/// The text of /etc/passwd. The text is empty if the file can't be read.
 pub(super) fn all() -> String {
     String::from_utf8_lossy(&fs::read(USERS).unwrap_or_default()).into_owned()
 }
 
-/// The name of a user in the text of /etc/passwd, or the number of a user without a name.
 pub(super) fn name_in(users: &str, uid: u32) -> String {
     let number = uid.to_string();
     let named = users.lines().find_map(|line| {

@@ -1,4 +1,4 @@
-//! The planned control daemons for the usable GPUs, and the comparison of a running control daemon with a new plan.
+//! Plans the control daemons for the usable GPUs, and compares a running control daemon with a new plan.
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
@@ -22,27 +22,24 @@ use crate::problem::LocatedProblem;
 pub struct ControlDaemonPlan {
     pub id: DaemonId,
     pub pipe_directory: PathBuf,
-    /// The directory in which the control daemon makes its sockets, and which only root can read. With a private directory, the
-    /// pipe directory has a link to the socket for clients. None if the sockets are in the pipe directory.
+    /// The directory in which the control daemon makes its sockets, and which only root can read. The pipe directory then has a
+    /// hard link to the socket for clients. None if the sockets are in the pipe directory.
     pub private_directory: Option<PathBuf>,
     /// The control daemon's `CUDA_MPS_LOG_DIRECTORY`.
     pub log_directory: PathBuf,
-    /// The directory that contains the directories of the control daemon's slices, each with a link to the control daemon's
-    /// socket. None if clients have to connect in the pipe directory.
+    /// The directory that contains the directories of the control daemon's slices. Each of these has a link to the control
+    /// daemon's socket. None if clients have to connect in the pipe directory.
     pub slice_directories: Option<PathBuf>,
-    /// The control daemon's GPUs, in the order of `CUDA_VISIBLE_DEVICES`. The GPUs are sorted by address, so ordinals don't
-    /// depend on the order of entries.
+    /// The GPUs in the order of `CUDA_VISIBLE_DEVICES`, sorted by address. So a GPU's ordinal does not depend on the order of
+    /// entries in the device file.
     pub gpus: Vec<ServedGpu>,
-    /// The default active thread percentage: the largest percentage of the control daemon's slices.
     pub thread_percentage: u8,
-    /// True if one server should serve the clients of every user.
     pub multiuser: bool,
     /// True if the control daemon is started without multi-user mode when its driver refuses that mode.
     pub multiuser_optional: bool,
     pub prewarm: bool,
-    /// The CPUs to which the control daemon should be bound, near its GPUs. None if the control daemon should not be bound.
+    /// The CPUs near the control daemon's GPUs, to which the control daemon is bound. None if the control daemon is not bound.
     pub cpus: Option<Cpus>,
-    /// The settings by which the control daemon is watched. All control daemons of a plan share them.
     pub supervision: Arc<Supervision>,
 }
 
@@ -55,20 +52,20 @@ pub struct Present<'a> {
     pub log_directory: &'a Path,
     pub gpus: &'a [String],
     pub multiuser: bool,
-    /// True if the control daemon was started with a binding to the CPUs near its GPUs.
+    /// True if the control daemon was bound to the CPUs near its GPUs at its start.
     pub near_cpus: bool,
 }
 
 impl ControlDaemonPlan {
-    /// The names of the GPUs with these UUIDs, by UUID. A GPU is left out if it is not the control daemon's, or if its name is
-    /// not known.
+    /// The names of the GPUs with these UUIDs, by UUID. GPUs of other control daemons and GPUs without a known name are
+    /// skipped.
     pub fn gpu_names(&self, uuids: &[String]) -> BTreeMap<String, String> {
         let its = self.gpus.iter().filter(|gpu| uuids.contains(&gpu.uuid));
         its.filter_map(|gpu| Some((gpu.uuid.clone(), gpu.id?.to_string()))).collect()
     }
 
-    /// The UUIDs of the GPUs with slices that are served as planned only after the control daemon has carried out this plan.
-    /// `before` is the plan that the control daemon has carried out.
+    /// The UUIDs of the GPUs whose slices do not have their planned limits or directories until the control daemon has carried
+    /// out this plan. `before` is the plan that the control daemon has carried out last.
     pub fn to_be_set_since<'a>(&'a self, before: &'a Self) -> impl Iterator<Item = &'a str> {
         let waits = |gpu: &&ServedGpu| {
             let Some(known) = before.gpus.iter().find(|known| known.uuid == gpu.uuid) else { return true };
@@ -85,13 +82,12 @@ impl ControlDaemonPlan {
         self.gpus.iter().filter(waits).map(|gpu| gpu.uuid.as_str())
     }
 
-    /// The tenure with which the control daemon has its GPUs.
     pub fn tenure(&self) -> Tenure {
         self.id.tenure()
     }
 
-    /// Returns whether this control daemon looks for programs without MPS on its GPU. Of the control daemons that take turns on a
-    /// GPU, only the control daemon of slice 0 looks for programs without MPS.
+    /// True if this control daemon has to report programs without MPS on its GPU. Of the control daemons that take turns on a
+    /// GPU, only the control daemon of slice 0 reports these programs, so that each program is reported once.
     pub fn stands_guard(&self) -> bool {
         self.tenure() == Tenure::InTurns && self.gpus.iter().any(|gpu| gpu.sizes.contains_key(&0))
     }
@@ -105,14 +101,13 @@ impl ControlDaemonPlan {
         self.gpus.iter().flat_map(ServedGpu::slices)
     }
 
-    /// The memory limit and the thread percentage of a slice of this GPU, each with the control daemon's default.
     fn limits(&self, gpu: &ServedGpu, size: &SliceSize) -> [Limit; 2] {
         let threads = (size.thread_percentage.into(), self.thread_percentage.into());
         [(size.memory_mib, gpu.memory_limit_mib), threads]
     }
 
-    /// The first reason why a running control daemon can't carry out this plan and has to be replaced. None if it can. A GPU
-    /// for which `reachable` is false is ignored.
+    /// The reason why a running control daemon can't carry out this plan and has to be replaced. None if it can carry out the
+    /// plan. The call ignores planned GPUs for which `reachable` is false.
     pub fn misfit(&self, present: &Present<'_>, reachable: impl Fn(&str) -> bool) -> Option<String> {
         let joins = self.gpus.iter().find(|gpu| reachable(&gpu.uuid) && !present.gpus.contains(&gpu.uuid));
         let leaves = present.gpus.iter().find(|uuid| !self.gpus.iter().any(|gpu| gpu.uuid == **uuid));
@@ -149,7 +144,7 @@ impl ControlDaemonPlan {
     }
 }
 
-/// Plans the control daemons for the GPUs that can be served now. The call also sets the directories of slices in `gpus`.
+/// Plans the control daemons for the GPUs that can be served now, and sets `slice_directories` of each of `gpus`.
 pub(super) fn control_daemons(
     gpus: &mut [GpuPlan],
     settings: &Settings,
@@ -177,7 +172,7 @@ pub(super) fn control_daemons(
     let planned = |(gpus, slice)| control_daemon(gpus, slice, settings, inventory, &supervision);
     let control_daemons: Vec<ControlDaemonPlan> = all.filter_map(planned).collect();
     for gpu in gpus {
-        // The slices of a GPU that can't be served now already get the directories that they will have when it is served.
+        // A GPU that can't be served now already gets the directories that its slices will have later.
         let pipe_directory = gpu.slice_pipe_directory(0);
         let its = control_daemons.iter().find(|daemon| daemon.pipe_directory == pipe_directory);
         gpu.slice_directories = its.and_then(|daemon| daemon.slice_directories.clone());
@@ -185,12 +180,12 @@ pub(super) fn control_daemons(
     control_daemons
 }
 
-/// The most bytes of a socket's path, with the zero at its end: the size of `sun_path` in `sockaddr_un`.
+/// The size of `sun_path` in `sockaddr_un`: the most bytes of a socket's path, including the zero byte at its end.
 const SOCKET_PATH_BYTES: usize = 108;
 
-/// The private directory of the control daemon with this pipe directory. The directory is next to the configured pipe
-/// directory: on another file system no hard links would be possible, and everything inside the pipe directory is mounted in
-/// containers.
+/// The private directory of the control daemon with this pipe directory. Hard links need the same file system, so the private
+/// directory is next to the configured pipe directory. The pipe directory is mounted in containers with everything in it, so
+/// the private directory is outside. None if the path is too long for the sockets.
 fn private_directory(pipe_directory: &Path, settings: &Settings) -> Option<PathBuf> {
     let below = pipe_directory.strip_prefix(&settings.pipe_directory).ok()?;
     let base = settings.private_directory();
@@ -199,8 +194,8 @@ fn private_directory(pipe_directory: &Path, settings: &Settings) -> Option<PathB
     config::has_room_for_sockets(&directory).then_some(directory)
 }
 
-/// The directory that contains the directories of the slices of these GPUs. None if clients have to connect in the pipe
-/// directory.
+/// The directory that contains the directories of the slices of these GPUs. None if the path of a socket in it would be too
+/// long.
 fn slice_directories(gpus: &[(&GpuPlan, &NvmlFacts)], settings: &Settings) -> Option<PathBuf> {
     let directories = settings.pipe_directory.join(DIRECTORIES);
     let names = gpus.iter().map(|(gpu, _)| gpu.slice(gpu.slices().saturating_sub(1)).directory_name());
@@ -209,7 +204,7 @@ fn slice_directories(gpus: &[(&GpuPlan, &NvmlFacts)], settings: &Settings) -> Op
     (path < SOCKET_PATH_BYTES).then_some(directories)
 }
 
-/// Plans the control daemon with this pipe directory, for these GPUs. With `slice`, the control daemon serves that slice alone.
+/// Plans one control daemon for these GPUs. With `slice`, the control daemon serves only that slice, in that pipe directory.
 fn control_daemon(
     gpus: &[(&GpuPlan, &NvmlFacts)],
     slice: Option<(SliceId, PathBuf)>,
@@ -229,16 +224,16 @@ fn control_daemon(
     let all_can = gpus.iter().all(|(_, facts)| MULTI_USER.holds_on(facts.compute_capability));
     let if_possible = settings.multiuser == MultiUser::Auto && all_can;
     let multiuser = settings.multiuser == MultiUser::On || if_possible;
-    // Control daemons with the property `LINKED_SOCKET` let clients connect through a link in any directory, which private
-    // directories and directories of slices need.
+    // With the property `LINKED_SOCKET`, clients can connect through a hard link in any directory. Private directories and the
+    // directories of slices need this property.
     let series = inventory.series();
     let linked =
         multiuser && gpus.iter().all(|(_, facts)| LINKED_SOCKET.holds(series, facts.compute_capability));
     let private_directory = linked.then(|| private_directory(&pipe_directory, settings)).flatten();
     let slice_directories = linked.then(|| slice_directories(gpus, settings)).flatten();
-    // A limit names a GPU by the ordinal that the client sees. In a container with one GPU, ordinal 0 is that GPU, and the
-    // default of ordinal 0 applies to it, even if the GPU has another ordinal on the host. A client's own limit can only lower
-    // the default, so no default may be below the limit of any slice.
+    // The driver applies a default limit to a GPU by the ordinal that the client sees. In a container with one GPU, that GPU
+    // has ordinal 0, even if it has another ordinal on the host. A client's own limit can only lower the default. So the
+    // default of every ordinal must be as large as the limit of the largest slice.
     let ordinals =
         |gpu: &GpuPlan| only.map_or(0..gpu.slices(), |slice| slice.ordinal..slice.ordinal.saturating_add(1));
     let sizes: Vec<SliceSize> =
@@ -251,8 +246,8 @@ fn control_daemon(
         sizes: ordinals(gpu).map(|ordinal| (ordinal, gpu.size(ordinal))).collect(),
         limits_enforced: gpu.limits_enforced,
         capacity: gpu.places,
-        // If several control daemons serve a GPU, NVML lists the clients of all of them and does not say which client belongs
-        // to which.
+        // If several control daemons serve a GPU, NVML lists the clients of all of them, and does not say to which control
+        // daemon a client belongs.
         clients_listed: gpu.clients_counted && only.is_none(),
     };
     Some(ControlDaemonPlan {
@@ -262,9 +257,8 @@ fn control_daemon(
         gpus: gpus.iter().map(served).collect(),
         thread_percentage,
         multiuser,
-        // The multi-user option is optional only if the plan has no private directory and no directories of slices. Both
-        // kinds of directories need multi-user mode: without it, a server runs as the user of its clients and needs access to
-        // the control daemon's directory.
+        // The service may go without multi-user mode only if the plan has no private directory and no directories of slices.
+        // Without multi-user mode a server runs as the user of its clients, and needs access to the control daemon's directory.
         multiuser_optional: if_possible && slice_directories.is_none() && private_directory.is_none(),
         prewarm: settings.prewarm && multiuser,
         cpus: Cpus::union(gpus.iter().map(|(gpu, _)| gpu.cpus)).and_then(|cpus| inventory.if_not_all(cpus)),
@@ -274,7 +268,7 @@ fn control_daemon(
     })
 }
 
-/// Returns a problem if a log directory is where a control daemon makes its FIFO: the control daemon would write no log.
+/// An error if a log directory is at the place of a control daemon's FIFO: that control daemon would write no log.
 pub(super) fn each_writes_a_log(
     control_daemons: &[ControlDaemonPlan],
     settings: &Settings,
@@ -297,7 +291,7 @@ pub(super) fn each_writes_a_log(
     if problems.is_empty() { Ok(()) } else { Err(PlanError::Problems(problems)) }
 }
 
-/// Adds a warning for slices that are smaller than the control daemon's defaults, which are the limits of its largest slice.
+/// Adds a warning for slices whose limits are smaller than the control daemon's defaults, which are those of its largest slice.
 pub(super) fn warn_of_loose_defaults(gpus: &mut [GpuPlan], control_daemons: &[ControlDaemonPlan]) {
     for control_daemon in control_daemons {
         let holder = match control_daemon.id {
@@ -319,8 +313,6 @@ pub(super) fn warn_of_loose_defaults(gpus: &mut [GpuPlan], control_daemons: &[Co
     }
 }
 
-/// The slices of the GPU with smaller limits than the control daemon's defaults, in words. None if no slice of the GPU has
-/// smaller limits.
 fn smaller(
     gpu: &GpuPlan,
     served: &ServedGpu,
@@ -351,7 +343,8 @@ mod tests {
     use crate::plan::tests::{facts, h200s, limits, node, plan, with};
     use crate::problem::Origin;
 
-    /// A slice waits for another control daemon only if its own limits change, and with them the default that it needs.
+    /// A slice has to wait for the control daemon only if the slice's limits change, and with them the default that the slice
+    /// needs.
     #[test]
     fn a_slice_with_unchanged_limits_waits_for_nothing() {
         let plan_of = |slices: [(u64, u8); 3]| {
@@ -389,10 +382,10 @@ mod tests {
         let (half, quarter, eighth) = ((8000, 50), (4000, 25), (2000, 12));
         for (before, after, expected) in [
             ([quarter; 3], [quarter; 3], &[][..]),
-            // The default was and is larger than the new limits, so it does not keep clients waiting.
+            // The default was and is larger than the new limits, so clients need not wait for it.
             ([quarter; 3], [quarter, eighth, quarter], &[]),
             ([quarter; 3], [eighth; 3], &["GPU-0", "GPU-1", "GPU-2"]),
-            // The default grows for the first slice's new limit. The other slices keep their limits.
+            // The default grows for the first slice's new limit. The other slices have the same limits as before.
             ([quarter; 3], [half, quarter, quarter], &["GPU-0"]),
             // The default before the change was smaller than the new limit of the second slice.
             ([eighth; 3], [half, quarter, eighth], &["GPU-0", "GPU-1"]),
@@ -464,12 +457,12 @@ mod tests {
         );
         assert_eq!(plan.control_daemons[0].log_directory, Path::new("/tmp/nvidia-mps/log/GPU-0"));
         assert_eq!(plan.gpus[0].pipe_directory, Path::new("/tmp/nvidia-mps/pipe/GPU-3"));
-        // If each control daemon has one GPU, the limits of the slices are its defaults, so no plan warns.
+        // If each control daemon has one GPU, the limits of the slices are its defaults, so the plan has no warnings.
         assert_eq!(plan.gpus[0].warnings, []);
     }
 
-    /// A control daemon with a private directory has its FIFO there, and for a control daemon in a subdirectory, `log` in the
-    /// pipe directory is no FIFO.
+    /// A control daemon with a private directory makes its FIFO there. A control daemon in a subdirectory makes its FIFO there,
+    /// so `log` in the pipe directory itself is no FIFO.
     #[test]
     fn a_control_daemon_that_would_write_no_log_is_an_error() {
         let silent = |version: &str, topology, log: &str| {
@@ -603,7 +596,7 @@ mod tests {
         assert_eq!(cpus(Topology::PerGpu, CpuAffinity::Auto, [Some("0-63"), Some("0-127")]), [None, None]);
     }
 
-    /// When the CPUs near a GPU change, for example because one was switched off, the control daemon is not replaced.
+    /// When the CPUs near a GPU change, for example because a CPU was switched off, the control daemon is not replaced.
     #[test]
     fn only_the_key_needs_another_control_daemon() {
         let mut daemon = plan(&with(vec![(node(128), 2)]), &h200s()).unwrap().control_daemons.remove(0);
@@ -654,7 +647,7 @@ mod tests {
         assert_eq!(misfit(&daemon.pipe_directory), Some(moves));
     }
 
-    /// A slice is served only after its directory has got a link.
+    /// A slice is served only after its directory has got a link to the control daemon's socket.
     #[test]
     fn a_gpu_with_new_slices_waits_for_their_directories() {
         let mut inventory = h200s();

@@ -1,5 +1,5 @@
-//! From the entries of the device file to the GPUs that should be served. Without an entry of the type `NVIDIA_MPS`, all GPUs
-//! that have no entry of another type should be served.
+//! Finds the GPUs that should be served, by the entries of the device file. Without an entry of the type `NVIDIA_MPS`, these
+//! are all GPUs without an entry of another type.
 
 use std::collections::HashMap;
 use std::collections::hash_map::Entry;
@@ -14,13 +14,14 @@ use crate::problem::{LocatedProblem, Origin, Problem};
 
 pub(super) struct ConfiguredGpu<'a> {
     pub gpu: &'a Gpu,
-    /// The keys of the GPU's own entry. If the GPU has no entry, the keys that all GPUs without an entry get.
+    /// The keys of the GPU's own entry, or the keys that all GPUs without an entry get.
     pub keys: MpsEntry,
     /// The reason why the host does not have the GPU at present. None if the host has the GPU.
     pub gone: Option<Problem>,
 }
 
-/// The configured GPUs in the order of the configuration, and the entries that name no GPU of this host.
+/// The configured GPUs in the order of the configuration, and the entries that match no GPU of this host. `before` has the GPUs
+/// of the former plan.
 pub(super) fn wanted<'a>(
     settings: &Settings,
     inventory: &'a Inventory,
@@ -30,8 +31,8 @@ pub(super) fn wanted<'a>(
     let mut not_yet = inventory.driver.as_ref().err().cloned();
     let mut wanted = Vec::new();
     let mut missing = Vec::new();
-    // Without a driver, the service can't find out if two different paths name the same GPU. So without a driver, only equal
-    // paths are reported as a repetition.
+    // The GPUs that an entry has named, each with its first entry. Without a driver, the service can't find out that two
+    // different paths name one GPU. Then only a second entry with the same path is a problem.
     let mut named: HashMap<DevicePath, (&Origin, &DevicePath)> = HashMap::new();
     for entry in &settings.devices {
         let (Some(mps), Some(path)) = (&entry.mps, &entry.path) else { continue };
@@ -82,8 +83,8 @@ pub(super) fn wanted<'a>(
     }
     match not_yet {
         _ if !problems.is_empty() => {
-            // Entries that certainly name no GPU are reported with the other problems, so that the administrator can correct
-            // all at once.
+            // Entries that certainly match no GPU are reported with the other problems, so that the administrator can correct
+            // all of them at once.
             let certain = missing.into_iter().filter(|missing| missing.certain);
             problems.extend(certain.map(|missing| missing.problem));
             Err(PlanError::Problems(problems))
@@ -94,8 +95,8 @@ pub(super) fn wanted<'a>(
     }
 }
 
-/// Turns an address without a domain into the full address of the GPU that the address named in the former plan. So if that GPU
-/// was removed, another GPU whose address differs only in the domain is not served instead.
+/// Adds the domain to an address without a domain, if the address matched a GPU in the former plan. So if that GPU is removed,
+/// a GPU with the same address in another domain does not take its place.
 fn as_before(path: &DevicePath, before: &Inventory) -> DevicePath {
     match (path, find(path, before)) {
         (DevicePath::ShortPci(_), Ok(gpu)) => DevicePath::Pci(gpu.pci.address),
@@ -103,8 +104,8 @@ fn as_before(path: &DevicePath, before: &Inventory) -> DevicePath {
     }
 }
 
-/// The GPU that the path has named in the plan before, and true if the host does not have the GPU now, so that the former facts
-/// are used. None if another GPU has the address now.
+/// The GPU that the path named in the former plan. The flag is true if the host does not have the GPU now, so that the GPU's
+/// former facts are returned. None if the path named no GPU, or if another GPU has the GPU's address now.
 fn known_before<'a>(
     path: &DevicePath,
     inventory: &'a Inventory,
@@ -118,7 +119,7 @@ fn known_before<'a>(
     }
 }
 
-/// Every NVIDIA GPU that no entry of the device file names, in PCI order. A GPU with another kernel driver is left out.
+/// Every NVIDIA GPU that no entry of the device file names, in PCI order, without the GPUs that another kernel driver uses.
 fn unclaimed<'a>(
     settings: &Settings,
     inventory: &'a Inventory,
@@ -129,8 +130,8 @@ fn unclaimed<'a>(
     for path in settings.devices.iter().filter_map(|entry| entry.path.as_ref()) {
         match claim(path, inventory) {
             Ok(address) => claimed.extend(address),
-            // If it is not known which GPU this entry of another type names, no GPU is safe to serve: each GPU could be the GPU
-            // that is used for something else.
+            // The GPU of this entry of another type is unknown, and is used for something else. Any GPU of the host could be
+            // that GPU, so the service serves none.
             Err(problem) => {
                 not_yet.get_or_insert(problem);
             }
@@ -150,7 +151,6 @@ fn unclaimed<'a>(
     wanted
 }
 
-/// The reason why no GPU is left to serve: the other use of each GPU.
 pub(super) fn why_nothing(settings: &Settings, inventory: &Inventory) -> String {
     let mut others = Vec::new();
     let mut remedy = "";
@@ -221,7 +221,7 @@ mod tests {
         );
     }
 
-    /// The service serves no GPU if each has another use. The reason names the entries, so a mistyped type is seen.
+    /// The reason names the entries, so that an administrator notices a mistyped type.
     #[test]
     fn if_all_gpus_have_another_use_each_use_is_named() {
         let settings = and_other(no_entries(), Some(pci("1a:00.0")));
@@ -263,7 +263,7 @@ mod tests {
         for (path, found) in golden {
             let expected = format!("devices.yml:2: devices[0].path: {found}; {all}");
             assert_eq!(missing(&with(vec![(path.clone(), 4)]), &inventory), [(true, expected)]);
-            // An entry with a wrong path does not keep the service from serving the other GPUs.
+            // An entry with a wrong path does not prevent the service from serving the other GPUs.
             let plan = plan(&with(vec![(node(128), 4), (path.clone(), 4)]), &inventory).unwrap();
             assert_eq!((plan.gpus.len(), plan.gpus[0].unusable()), (1, None));
             let [missing] = plan.missing.as_slice() else { panic!("{:?}", plan.missing) };
@@ -304,12 +304,12 @@ mod tests {
         // While the GPU is missing, the next plan is the same. Once the GPU is back, the plan is the first one again.
         assert_eq!(plan_after(&settings, &without, &after.gpus).unwrap(), after);
         assert_eq!(plan_after(&settings, &whole, &after.gpus).unwrap(), before);
-        // A GPU of another UUID at the address of the missing one does not replace it.
+        // A GPU with another UUID at the address of the missing GPU does not replace the missing GPU.
         let mut other = without;
         other.gpus.push(gpu("1b:00.0", 140, "GPU-9", 122_880, (9, 0)));
         let after = plan_after(&settings, &other, &before.gpus).unwrap();
         assert_eq!((after.gpus.len(), after.missing.len()), (1, 1));
-        // A GPU whose render node has disappeared stays in the plan: the GPU is known from the former plan.
+        // A GPU whose render node has disappeared stays in the plan, since the former plan has the GPU's address.
         let mut renamed = h200s();
         renamed.gpus[1].pci.render_node = None;
         let after = plan_after(&settings, &renamed, &before.gpus).unwrap();
@@ -331,7 +331,7 @@ mod tests {
         }
     }
 
-    /// With sixteen times as many entries the CPU time is about sixteen times as long, not 256 times.
+    /// With sixteen times as many entries, the CPU time is about sixteen times as long, not 256 times.
     #[test]
     fn the_time_grows_with_the_number_of_entries_and_not_with_its_square() {
         let inventory = without_driver(h200s());

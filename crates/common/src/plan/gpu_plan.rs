@@ -14,29 +14,27 @@ use crate::problem::NamedProblem;
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct GpuPlan {
     pub gpu: Gpu,
-    /// The slices, by their ordinals.
     pub sizes: Vec<SliceSize>,
     pub isolation: Isolation,
     /// The most clients that a control daemon can have on the GPU at the same time.
     pub places: u32,
-    /// True if the service can count the clients on the GPU.
+    /// True if the service can count the clients on the GPU, as from Volta on.
     pub clients_counted: bool,
     pub limits_enforced: bool,
     pub obstacles: Vec<NamedProblem>,
     pub warnings: Vec<NamedProblem>,
-    /// The pipe directory of the GPU's control daemon. If each slice has a control daemon, the pipe directories of these control
-    /// daemons are inside the GPU's pipe directory.
+    /// The pipe directory of the GPU's control daemon. If each slice has a control daemon, their pipe directories are inside
+    /// this directory.
     pub pipe_directory: PathBuf,
     /// The directory that contains the directories of the GPU's slices. None if slices have no directories.
     pub slice_directories: Option<PathBuf>,
-    /// The CPUs near the GPU, on which its control daemon and its clients should run. None if the control daemon and the clients
-    /// are not bound to CPUs, or if the CPUs near the GPU are all CPUs of the host.
+    /// The CPUs near the GPU, to which its control daemon is bound. None if the control daemon is not bound, or if all CPUs of
+    /// the host are near the GPU.
     pub cpus: Option<Cpus>,
 }
 
 pub const HELD: &str = "gpu-held";
 
-/// The name of the problem that the slices of a GPU can't have a control daemon each.
 pub(super) const INSEPARABLE: &str = "isolation-impossible";
 
 impl GpuPlan {
@@ -46,7 +44,7 @@ impl GpuPlan {
         (!obstacles.is_empty()).then(|| obstacles.join("; "))
     }
 
-    /// Returns whether the GPU can be served, now or later, without a change of the GPU by an administrator.
+    /// True if the GPU can be served, now or later, without a change of the GPU's settings by an administrator.
     pub fn servable(&self) -> bool {
         match &self.gpu.nvml {
             Ok(facts) => {
@@ -57,22 +55,20 @@ impl GpuPlan {
         }
     }
 
-    /// The number of the GPU's slices.
     pub fn slices(&self) -> u32 {
         u32::try_from(self.sizes.len()).unwrap_or(u32::MAX)
     }
 
-    /// The size of the slice with this ordinal. Every value is zero for a slice that does not exist.
+    /// The size of the slice with this ordinal. All values are zero if the slice does not exist.
     pub fn size(&self, ordinal: u32) -> SliceSize {
         usize::try_from(ordinal).ok().and_then(|ordinal| self.sizes.get(ordinal)).copied().unwrap_or_default()
     }
 
-    /// The largest memory, the largest percentage and the largest number of clients of the GPU's slices.
+    /// The largest value of each limit among the GPU's slices. The values can come from different slices.
     pub fn largest(&self) -> SliceSize {
         SliceSize::largest(&self.sizes)
     }
 
-    /// Returns whether all slices of the GPU have the same size.
     pub fn equal_slices(&self) -> bool {
         self.sizes.iter().all(|size| Some(size) == self.sizes.first())
     }
@@ -92,7 +88,6 @@ impl GpuPlan {
         self.gpu.id().slice(ordinal)
     }
 
-    /// The pipe directory of the control daemon of this slice.
     pub fn slice_pipe_directory(&self, ordinal: u32) -> PathBuf {
         match self.isolation {
             Isolation::Gpu => self.pipe_directory.clone(),
@@ -104,7 +99,7 @@ impl GpuPlan {
         Some(self.slice_directories.as_ref()?.join(self.slice(ordinal).directory_name()))
     }
 
-    /// The processes without MPS that use the GPU, if they are the only reason why the GPU is not served.
+    /// The processes without MPS that use the GPU. Empty if the GPU is served, or is not served for another reason too.
     pub fn holders(&self) -> &[(u32, String)] {
         match (&self.gpu.nvml, self.obstacles.as_slice()) {
             (Ok(facts), [NamedProblem { name: HELD, .. }]) => &facts.state.foreign_processes,
@@ -113,8 +108,8 @@ impl GpuPlan {
     }
 }
 
-/// The obstacles to serving a GPU, except for processes that use it. All obstacles are returned at once, so that an administrator
-/// can correct all before the next attempt.
+/// The reasons why a GPU can't be served, except for processes that use it. All reasons are returned at once, so that an
+/// administrator can fix all of them before the next attempt.
 pub(super) fn obstacles(gpu: &Gpu, sizes: &[SliceSize]) -> Vec<NamedProblem> {
     match &gpu.nvml {
         Ok(facts) => settings(gpu, facts, sizes),
@@ -122,7 +117,7 @@ pub(super) fn obstacles(gpu: &Gpu, sizes: &[SliceSize]) -> Vec<NamedProblem> {
     }
 }
 
-/// The settings and properties of a GPU that prevent serving it until they are changed.
+/// The settings and properties of a GPU because of which it can't be served until an administrator changes them.
 fn settings(gpu: &Gpu, facts: &NvmlFacts, sizes: &[SliceSize]) -> Vec<NamedProblem> {
     let mut obstacles = Vec::new();
     let address = gpu.pci.address;

@@ -48,7 +48,7 @@ pub(super) fn gpu_plan(wanted: &ConfiguredGpu<'_>, settings: &Settings, inventor
     let mut gpu = (*gpu).clone();
     let obstacles = match gone {
         Some(problem) => {
-            // The listed foreign processes may have ended, which can't be checked while the GPU is gone.
+            // The processes that the former plan lists may have ended. The service can't check them while the GPU is missing.
             gpu.nvml.as_mut().into_iter().for_each(|facts| facts.state.foreign_processes.clear());
             vec![NamedProblem { name: "gpu-gone", problem: problem.clone() }]
         }
@@ -80,8 +80,8 @@ pub(super) fn gpu_plan(wanted: &ConfiguredGpu<'_>, settings: &Settings, inventor
     }
 }
 
-/// The obstacle that processes without MPS prevent the start of a server on the GPU. None if no process prevents the start of a
-/// server.
+/// The obstacle that processes without MPS prevent the start of a server on the GPU. None if there is no process without MPS,
+/// or if the GPU's compute mode admits them beside a server.
 fn held(facts: &NvmlFacts, settings: &Settings) -> Option<NamedProblem> {
     let exclusive = facts.state.compute_mode.is_some_and(ComputeMode::is_exclusive);
     if facts.state.foreign_processes.is_empty() || !(settings.supervision.set_compute_mode || exclusive) {
@@ -98,7 +98,7 @@ fn held(facts: &NvmlFacts, settings: &Settings) -> Option<NamedProblem> {
     Some(NamedProblem::new(HELD, found, format!("end these processes: kill {pids}", pids = pids.join(" "))))
 }
 
-/// The obstacle that the slices of a GPU should have a control daemon each, but can't have one each. None if they can.
+/// The obstacle that each slice of the GPU should have a control daemon of its own, but can't. None if each can.
 fn inseparable(
     gpu: &Gpu,
     facts: &NvmlFacts,
@@ -124,8 +124,8 @@ fn inseparable(
     Some(NamedProblem::new(INSEPARABLE, found, remedy))
 }
 
-/// Adds a warning for each entry of another type that names a GPU which is served. The user of such an entry can't work with
-/// the compute mode for MPS.
+/// Adds a warning for each entry of another type that names a GPU which is served. A program that gets the GPU through the
+/// entry can't use it, since the compute mode for MPS admits only the MPS server.
 pub(super) fn warn_of_other_claims(gpus: &mut [GpuPlan], settings: &Settings, inventory: &Inventory) {
     let claims = |entry: &&DeviceEntry, address| paths::claimed_by(entry, inventory) == Some(address);
     let (ours, others): (Vec<_>, Vec<_>) = settings.devices.iter().partition(|entry| entry.mps.is_some());

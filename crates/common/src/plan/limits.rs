@@ -1,4 +1,4 @@
-//! The limits of one slice, with their rounding.
+//! Computes the limits of one slice, and rounds them.
 
 use std::num::{NonZeroU32, NonZeroU64};
 use std::ops::RangeInclusive;
@@ -9,18 +9,18 @@ use crate::host::inventory::Inventory;
 use crate::host::nvml::facts::NvmlFacts;
 use crate::problem::Problem;
 
-/// If a GPU shares the memory of the host, the host keeps the part 1/`HOST_PART` of the memory, and slices can have the rest.
+/// On a GPU that shares the memory of the host, 1/`HOST_PART` of the memory is reserved for the host, and slices can have the
+/// rest.
 const HOST_PART: u64 = 8;
 
-/// The memory that all slices of a GPU can have together, in MiB. NVML does not report the memory of a GPU that shares the memory
-/// of the host: its slices can have that memory, except for the part that stays with the host. None if neither the memory of the
-/// GPU nor the memory of the host is known.
+/// The memory that all slices of a GPU can have together, in MiB. NVML does not report the memory of a GPU that shares the
+/// memory of the host. Its slices can have the host's memory, except for the part that is reserved for the host. None if
+/// neither the memory of the GPU nor the memory of the host is known.
 pub fn memory_for_slices(facts: &NvmlFacts, inventory: &Inventory) -> Option<u64> {
     let of_host = || inventory.memory_mib.map(|host| host - host / HOST_PART);
     facts.memory_total_mib.or_else(of_host)
 }
 
-/// The memory that all slices of a GPU can have together, in words that follow the name of the GPU.
 pub(super) fn describe_memory(facts: &NvmlFacts, total: u64) -> String {
     match facts.memory_total_mib {
         Some(_) => format!("has {total} MiB"),
@@ -30,12 +30,10 @@ pub(super) fn describe_memory(facts: &NvmlFacts, total: u64) -> String {
     }
 }
 
-/// The memory of one of N equal slices, in whole MiB.
 pub(super) fn memory_mib(total_mib: u64, slices: NonZeroU32) -> u64 {
     total_mib / u64::from(slices.get())
 }
 
-/// The active thread percentage of one of N equal slices, 1 to 100.
 pub(super) fn thread_percentage(policy: ThreadPolicy, slices: NonZeroU32) -> u8 {
     let percent = match policy {
         ThreadPolicy::Equal => 100 / slices.get(),
@@ -46,12 +44,11 @@ pub(super) fn thread_percentage(policy: ThreadPolicy, slices: NonZeroU32) -> u8 
     u8::try_from(percent.clamp(1, 100)).unwrap_or(100)
 }
 
-/// The most clients of one of N equal slices of a GPU that can have `places` clients.
 pub(super) fn max_clients(places: u32, slices: NonZeroU32) -> u32 {
     (places / slices.get()).max(1)
 }
 
-/// The number of slices that share a control daemon on the GPU, and so share the clients and the threads of the control daemon.
+/// The number of slices that share a control daemon on the GPU, and so share its clients and its threads.
 pub(super) fn sharing(isolation: Isolation, slices: NonZeroU32) -> NonZeroU32 {
     match isolation {
         Isolation::Gpu => slices,
@@ -59,17 +56,17 @@ pub(super) fn sharing(isolation: Isolation, slices: NonZeroU32) -> NonZeroU32 {
     }
 }
 
-/// The least and the most memory, in MiB, that the CUDA context of a process needs with this percentage of the threads. The
-/// memory has a fixed part and a part for each multiprocessor, measured with driver 580: 147 MiB with 25 % on an H100, 514 MiB
-/// with 100 % on an H200. The least is for a GPU with 27 multiprocessors, and the most includes some reserve.
+/// The least and the most memory, in MiB, that the CUDA context of a process needs with this percentage of the threads. A
+/// context needs a fixed amount and an amount for each multiprocessor. Measured with driver 580: 147 MiB with 25 % on an H100,
+/// 514 MiB with 100 % on an H200. The least is for a GPU with 27 multiprocessors, and the most includes some reserve.
 pub fn context_mib(thread_percentage: u8) -> RangeInclusive<u64> {
     const FIXED: u64 = 32;
     let percent = u64::from(thread_percentage);
     FIXED + percent..=FIXED + 7 * percent
 }
 
-/// The key of an entry that asks for more memory than the GPU has, or that leaves too little memory for a client of a slice.
-/// None if the sizes are possible.
+/// The problem of an entry that asks for more memory than the GPU has, or for too little memory for a client of a slice. The
+/// result has the key that must be changed. None if the sizes are possible.
 pub(super) fn wrong_size(
     gpu: &Gpu,
     keys: &MpsEntry,
@@ -77,7 +74,8 @@ pub(super) fn wrong_size(
     inventory: &Inventory,
 ) -> Option<(&'static str, Problem)> {
     let facts = gpu.facts()?;
-    // A slice without a written size gets no share of the host's memory, so the GPU has an obstacle instead.
+    // The service does not divide the host's memory by itself. So the GPU of a slice without a written size is not served, and
+    // the reason is in `obstacles`.
     if facts.memory_total_mib.is_none() && keys.sizes().any(|size| size.memory_mib.is_none()) {
         return None;
     }
@@ -86,7 +84,7 @@ pub(super) fn wrong_size(
         .or_else(|| too_much(gpu, total, keys, &describe_memory(facts, total)))
 }
 
-/// The key of an entry that gives a slice less memory than the context of one client needs.
+/// The problem of an entry that gives a slice less memory than the CUDA context of one client needs, with the entry's key.
 fn too_little(
     gpu: &Gpu,
     total: u64,
@@ -117,7 +115,7 @@ fn too_little(
     Some((key, Problem::new(found, "write a larger number of MiB, or a size with its unit, such as 20GiB")))
 }
 
-/// The key of an entry that asks for more memory than the GPU has.
+/// The problem of an entry that asks for more memory than the GPU has, with the entry's key.
 fn too_much(gpu: &Gpu, total: u64, keys: &MpsEntry, described: &str) -> Option<(&'static str, Problem)> {
     let (slices, address) = (keys.slices, gpu.pci.address);
     let share = memory_mib(total, slices);
@@ -137,7 +135,7 @@ fn too_much(gpu: &Gpu, total: u64, keys: &MpsEntry, described: &str) -> Option<(
     Some((key, Problem::new(found, remedy)))
 }
 
-/// The memory of all slices of a GPU together, in MiB. None if the GPU has that much memory.
+/// The memory of all slices of a GPU together, in MiB. None if the GPU has at least that much memory.
 pub(super) fn overcommitted(total: u64, keys: &MpsEntry) -> Option<u64> {
     let share = memory_mib(total, keys.slices);
     let memory = |size: SliceKeys| size.memory_mib.map_or(share, NonZeroU64::get);
@@ -149,16 +147,16 @@ pub(super) fn overcommitted(total: u64, keys: &MpsEntry) -> Option<u64> {
     (sum > total).then_some(sum)
 }
 
-/// The limit of a slice, then the control daemon's default for that limit.
+/// The limit of a slice, and the control daemon's default for that limit.
 pub(super) type Limit = (u64, u64);
 
-/// Returns whether the slice's clients get the new limit only after the control daemon has got another default. The first pair is
-/// the new limit and default, the second pair is the former limit and default. A slice whose own limit stays the same does not
-/// wait, even if the default changes.
+/// True if the slice's clients get the new limit only after the control daemon has got its new default. The first pair is the
+/// new limit and default, the second pair the former ones. If the slice's own limit is unchanged, its clients need not wait for
+/// the new default.
 pub(super) fn waits_for_default((own, default): Limit, (own_before, default_before): Limit) -> bool {
-    // If the present default is below the slice's new limit, clients would get too little. If the new limit equals the new
-    // default, clients set no limit of their own, and the old default would apply to the clients. In both cases, a present
-    // default that is too low and a new limit that equals the new default, the slice waits for the new default.
+    // Clients wait for the new default in two cases. First, the present default is below the slice's new limit, so clients
+    // would get too little. Second, the new limit equals the new default. Then clients set no limit of their own, and would get
+    // the present default.
     own != own_before && default != default_before && (own > default_before || own == default)
 }
 
@@ -214,7 +212,7 @@ mod tests {
             none[0].starts_with("/etc/yunion/host.conf: cuda_mps_replicas: 4294967295 slices"),
             "{none:?}"
         );
-        // The administrator has written 20 and has meant GiB, but the key counts in MiB.
+        // The administrator means 20 GiB, but a number without a unit counts in MiB.
         let mut settings = with(vec![(node(128), 4)]);
         settings.devices[0].mps.as_mut().unwrap().each.memory_mib = NonZeroU64::new(20);
         assert_eq!(
@@ -300,7 +298,8 @@ mod tests {
             );
         }
         assert_eq!(limits(&plan(&planned(&[], 28_672, false), &inventory).unwrap()), [(28_672, 25)]);
-        // One slice without a size is enough: the service does not guess what is left for it.
+        // A single slice without a size is enough, since the service does not compute its share from the sizes of the other
+        // slices.
         for part in [planned(&[], 0, false), planned(&[8192, 4096, 2048, 0], 0, true)] {
             let plan = plan(&part, &inventory).unwrap();
             assert!(plan.gpus[0].unusable().unwrap().contains("write the memory of every slice"));
@@ -315,7 +314,7 @@ mod tests {
         );
         let over = plan(&planned(&[], 28_673, true), &inventory).unwrap();
         assert!(over.gpus[0].warnings.iter().any(|one| one.name == "memory-overcommitted"));
-        // The memory of the host may be unknown. The sizes count then without a check.
+        // The memory of the host may be unknown. Then the sizes are not checked.
         inventory.memory_mib = None;
         assert_eq!(plan(&planned(&[], 28_673, false), &inventory).unwrap().gpus[0].unusable(), None);
     }

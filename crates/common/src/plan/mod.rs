@@ -1,9 +1,10 @@
-//! The plan: the control daemons to run, with their GPUs, slices and limits. The plan is a pure function of the settings and
-//! the host's GPUs.
+//! Makes the plan: the control daemons to run, with their GPUs, slices and limits. The plan is a pure function of the settings,
+//! the host's GPUs and the GPUs of the former plan.
 //!
-//! The module `entries` finds the GPUs that the configuration asks for, and `paths` finds the GPU of each path. The module `gpus`
-//! plans each GPU, with the modules `limits` for the limits of its slices and `warnings` for its warnings. The module
-//! `control_daemons` divides the usable GPUs among control daemons.
+//! * `entries` finds the GPUs that the configuration asks for.
+//! * `paths` finds the GPU of each path in the configuration.
+//! * `gpus` plans each GPU. `limits` computes the limits of its slices, and `warnings` its warnings.
+//! * `control_daemons` divides the usable GPUs among control daemons.
 
 mod control_daemons;
 mod entries;
@@ -25,39 +26,37 @@ use crate::host::gpu::Gpu;
 use crate::host::inventory::Inventory;
 use crate::problem::{LocatedProblem, Problem};
 
-/// The control daemons, GPUs and slices that should exist, and the reasons why some of them can't. The default is the
-/// plan of a configuration without GPUs.
+/// The control daemons, GPUs and slices that should exist, and the reasons why some of them can't. The default is the plan of a
+/// configuration without GPUs.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct Plan {
-    /// The GPUs of the configuration, in its order. The plan also has GPUs that can't be served at present.
+    /// The GPUs of the configuration, in its order, including the GPUs that can't be served at present.
     pub gpus: Vec<GpuPlan>,
     pub missing: Vec<Missing>,
     pub control_daemons: Vec<ControlDaemonPlan>,
-    /// The GPUs of the configuration, by UUID.
     pub configured: Configured,
     /// The reason why the plan has no GPU, in words for an administrator. Empty if the plan has a GPU, or if the configuration
-    /// asks for none.
+    /// asks for no GPU.
     pub nothing: String,
 }
 
-/// An entry of the device file that names no GPU of this host. The GPU that the entry names may be added later, or come back.
+/// An entry of the device file that matches no GPU of this host. The GPU may be added later, or come back.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Missing {
     pub problem: LocatedProblem,
     pub path: DevicePath,
-    /// True if the host certainly does not have the GPU that the entry names. False while a GPU that may be the named GPU does
-    /// not answer.
+    /// True if the host certainly does not have the entry's GPU. False while a GPU that may be the entry's GPU does not answer.
     pub certain: bool,
 }
 
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum PlanError {
-    /// An administrator has to correct the configuration. The list has every problem of the configuration, at least one.
+    /// An administrator has to correct the configuration. These are all problems of the configuration, at least one.
     Problems(Vec<LocatedProblem>),
-    /// The host has none of the configured GPUs. The list has the entries of the configured GPUs, at least one.
+    /// The host has none of the configured GPUs. These are their entries in the device file, at least one.
     Missing(Vec<Missing>),
-    /// The service can't check the configuration yet, since there is no driver. The reason why the host has no driver is in words
-    /// for an administrator.
+    /// The service can't check the configuration yet, since the host has no usable driver. The reason is in words for an
+    /// administrator.
     NotYet(Problem),
 }
 
@@ -65,8 +64,8 @@ pub fn problems(missing: &[Missing]) -> Vec<LocatedProblem> {
     missing.iter().map(|missing| missing.problem.clone()).collect()
 }
 
-/// Makes the plan. A GPU that does not work or is missing is no error: the plan has the problem of each such GPU. A GPU of the
-/// former plan, `before`, that is missing now stays in the plan, so its devices become unhealthy but still exist.
+/// Makes the plan. A GPU that does not work or is missing is no error: the plan has the GPU's problem. `before` has the GPUs of
+/// the former plan. If one of these is missing now, it stays in the plan, so that its slices become unhealthy but still exist.
 pub fn plan(settings: &Settings, inventory: &Inventory, before: &[GpuPlan]) -> Result<Plan, PlanError> {
     let gpus = before.iter().map(|plan| plan.gpu.clone()).collect();
     let before = Inventory::of_gpus(Ok(String::new()), gpus);
@@ -82,7 +81,8 @@ pub fn plan(settings: &Settings, inventory: &Inventory, before: &[GpuPlan]) -> R
     Ok(Plan { gpus, missing, control_daemons, configured, nothing })
 }
 
-/// The GPUs that a configuration names, as far as their UUIDs are known.
+/// The UUIDs of the GPUs that the configuration names. If some of these UUIDs are unknown, `others` has the UUIDs that the
+/// unknown ones can't be.
 fn configured(gpus: &[GpuPlan], missing: &[Missing], inventory: &Inventory) -> Configured {
     let uuid = |gpu: &Gpu| gpu.uuid().map(str::to_owned);
     let certainly = gpus.iter().filter_map(|plan| uuid(&plan.gpu)).collect();

@@ -1,4 +1,4 @@
-//! From the path in an entry of the device file to the GPU on this host, or to the reason why the path names no GPU.
+//! Finds the GPU for a path in an entry of the device file, or the reason why no GPU matches the path.
 
 use std::path::Path;
 
@@ -13,11 +13,11 @@ use crate::problem::Problem;
 pub(super) enum Miss {
     /// The path can never name a GPU.
     Wrong(Problem),
-    /// The path names several GPUs.
+    /// Several GPUs match the path.
     Ambiguous(Problem),
-    /// The path names no GPU of this host. `certain` is false while a GPU that the path may name does not answer.
+    /// No GPU of this host matches the path. `certain` is false while a GPU that may match does not answer.
     Absent { problem: Problem, certain: bool },
-    /// The service can't find the GPU of this path without a driver. The text is the reason why there is no driver.
+    /// The service can't find the GPU of this path without a driver. The text says why the host has no usable driver.
     NotYet(Problem),
 }
 
@@ -52,7 +52,7 @@ pub(super) fn find<'a>(path: &DevicePath, inventory: &'a Inventory) -> Result<&'
     gpu.ok_or_else(|| not_nvidia(path.to_string(), device, inventory))
 }
 
-/// Returns whether the path may name this GPU: the path is a kind of name that the host does not report for the GPU.
+/// True if the path may name this GPU, since the host does not report this kind of name for the GPU.
 pub(super) fn can_be(path: &DevicePath, gpu: &Gpu) -> bool {
     match path {
         DevicePath::RenderNode(_) => gpu.pci.render_node.is_none(),
@@ -61,7 +61,8 @@ pub(super) fn can_be(path: &DevicePath, gpu: &Gpu) -> bool {
     }
 }
 
-/// The display device that an entry of another type than `NVIDIA_MPS` names. None if the entry names no display device.
+/// The display device that an entry of another type than `NVIDIA_MPS` names. None if no display device matches. Fails if it is
+/// not known yet which device matches.
 pub(super) fn claim(path: &DevicePath, inventory: &Inventory) -> Result<Option<PciAddress>, Problem> {
     if let DevicePath::Other(text) = path {
         return Ok(behind(text, inventory).map(|device| device.address));
@@ -80,7 +81,6 @@ pub(super) fn claimed_by(entry: &DeviceEntry, inventory: &Inventory) -> Option<P
     claim(entry.path.as_ref()?, inventory).ok()?
 }
 
-/// The paths that an entry can have on this host, for a message.
 pub(super) fn choices(inventory: &Inventory) -> String {
     let paths: Vec<_> = inventory
         .gpus
@@ -97,7 +97,6 @@ pub(super) fn choices(inventory: &Inventory) -> String {
     }
 }
 
-/// The display devices of this host, the NVIDIA GPUs first.
 fn devices(inventory: &Inventory) -> impl Iterator<Item = &PciDevice> {
     inventory.gpus.iter().map(|gpu| &gpu.pci).chain(&inventory.others)
 }
@@ -126,8 +125,8 @@ fn with_facts<'a>(
     }
 }
 
-/// The [`Miss`] for a path that no GPU has: with a working driver the GPU is absent, without a driver it is not known yet which
-/// GPU has the path.
+/// The [`Miss`] for a path that no GPU has. With a working driver, the host certainly has no such GPU. Without a driver, the
+/// answer is not known yet.
 fn absent(inventory: &Inventory, found: String) -> Miss {
     match &inventory.driver {
         Ok(_) => Miss::Absent { problem: Problem::new(found, choices(inventory)), certain: true },
@@ -172,7 +171,6 @@ fn not_nvidia(path: String, device: &PciDevice, inventory: &Inventory) -> Miss {
     Miss::Wrong(Problem::new(found, choices(inventory)))
 }
 
-/// The [`Miss`] for a path that is of none of the accepted kinds.
 fn no_path(text: &str, inventory: &Inventory) -> Miss {
     let quoted = format!("{text:?}");
     let kind = if is_card_node(text) {
@@ -198,8 +196,8 @@ fn no_path(text: &str, inventory: &Inventory) -> Miss {
     Miss::Wrong(Problem { found, remedy })
 }
 
-/// The display device behind a card node or a link. An entry can't name a GPU by a card node or a link, but the error message can
-/// name the right path.
+/// The display device behind a card node or a link. An entry can't name a GPU by a card node or a link, but the error message
+/// can say which path to write.
 fn behind<'a>(text: &str, inventory: &'a Inventory) -> Option<&'a PciDevice> {
     let address = by_path_address(text);
     devices(inventory).find(|device| {
@@ -288,7 +286,7 @@ mod tests {
         assert_eq!(served(&before), ["0001:1a:00.0"]);
         // An address with a domain does not match another domain.
         assert_eq!(missing(&with(vec![(pci("1a:00.0"), 4)]), &alone).len(), 1);
-        // An address without a domain means the GPU in domain 0000, if there is one.
+        // An address without a domain means the GPU in domain 0000, if there is such a GPU.
         let both = host(vec![gpu("0000:1a:00.0", 129, "GPU-0", 122_880, (9, 0)), one.clone()]);
         assert_eq!(served(&plan(&settings, &both).unwrap()), ["0000:1a:00.0"]);
         let several = host(vec![one, gpu("0002:1a:00.0", 129, "GPU-2", 122_880, (9, 0))]);
@@ -297,7 +295,7 @@ mod tests {
             ["devices.yml:2: devices[0].path: 1a:00.0 may be GPU 0001:1a:00.0 or 0002:1a:00.0; write the \
               PCI address with its domain"]
         );
-        // It is ambiguous which GPU the entry of another type names, so no GPU is served.
+        // The entry of another type may name either GPU, so no GPU is served.
         let claimed = and_other(no_entries(), Some(short("1a:00.0")));
         assert!(not_yet(&claimed, &several).contains("1a:00.0 may be"));
         assert_eq!(served(&plan(&claimed, &both).unwrap()), ["0001:1a:00.0"]);
@@ -341,7 +339,7 @@ mod tests {
                 !certain && reason.contains("0000:1c:00.0") && reason.contains("GPU is lost"),
                 "{reason}"
             );
-            // The wrong path of one entry does not keep the service from serving the other GPU.
+            // The wrong path of one entry does not prevent the service from serving the other GPU.
             let both = plan(&with(vec![(node(128), 4), (path, 4)]), &inventory).unwrap();
             assert_eq!((both.gpus.len(), both.missing.len(), both.control_daemons.len()), (1, 1, 1));
         }

@@ -16,7 +16,6 @@ use crate::problem::Origin;
 
 pub(super) const P40: &str = "GPU-76aef7ff-372d-2432-b4b4-beca4d8d3400";
 
-/// Makes a first plan: no plan was made before.
 pub(super) fn plan(settings: &Settings, inventory: &Inventory) -> Result<Plan, PlanError> {
     crate::plan::plan(settings, inventory, &[])
 }
@@ -25,7 +24,7 @@ pub(super) fn no_entries() -> Settings {
     Settings { enabled: true, sources: vec!["/etc/yunion/host.conf".into()], ..Settings::default() }
 }
 
-/// Settings whose device file has these entries, each on a line of its own from line 2 on: the path and the number of slices.
+/// Settings whose device file has these entries, one on each line from line 2 on. An entry is a path and a number of slices.
 pub(super) fn with(entries: Vec<(DevicePath, u32)>) -> Settings {
     let mut settings = no_entries();
     for (line, (path, slices)) in (2..).zip(entries) {
@@ -40,7 +39,7 @@ pub(super) fn with(entries: Vec<(DevicePath, u32)>) -> Settings {
     settings
 }
 
-/// Adds a device entry of another type than `NVIDIA_MPS` to the settings, on line 90 of the device file.
+/// Adds an entry of another type than `NVIDIA_MPS`, on line 90 of the device file.
 pub(super) fn and_other(mut settings: Settings, path: Option<DevicePath>) -> Settings {
     settings.devices.push(DeviceEntry {
         name: "devices[88]".to_owned(),
@@ -107,8 +106,8 @@ pub(super) fn p40() -> Inventory {
     host(vec![gpu("00:06.0", 128, P40, 23040, (6, 1))])
 }
 
-/// A host with four GPUs: GPU-0 to GPU-3 at 0000:1a:00.0 to 0000:1d:00.0, with the render nodes 128 to 131. Each GPU has 120 GiB,
-/// so that the numbers of slices in the tests divide the memory without a remainder.
+/// A host with four GPUs: GPU-0 to GPU-3 at 0000:1a:00.0 to 0000:1d:00.0, with the render nodes 128 to 131. Each GPU has 120
+/// GiB, which the numbers of slices in the tests divide without a remainder.
 pub(super) fn h200s() -> Inventory {
     let at = ["1a:00.0", "1b:00.0", "1c:00.0", "1d:00.0"];
     let gpus =
@@ -129,8 +128,8 @@ pub(super) fn without_driver(mut inventory: Inventory) -> Inventory {
     inventory
 }
 
-/// The device entries whose GPUs are missing, if the plan has no GPU at all. For each entry: true if the host certainly lacks the
-/// GPU, and the text of the problem.
+/// The entries whose GPUs are missing, if the host has none of the configured GPUs. For each entry: true if the host certainly
+/// lacks the GPU, and the text of the problem.
 pub(super) fn missing(settings: &Settings, inventory: &Inventory) -> Vec<(bool, String)> {
     match plan(settings, inventory) {
         Err(PlanError::Missing(missing)) => {
@@ -154,7 +153,6 @@ pub(super) fn not_yet(settings: &Settings, inventory: &Inventory) -> String {
     }
 }
 
-/// The memory limit and the thread percentage of the first slice of each GPU.
 pub(super) fn limits(plan: &Plan) -> Vec<(u64, u8)> {
     plan.gpus.iter().map(|gpu| (gpu.size(0).memory_mib, gpu.size(0).thread_percentage)).collect()
 }
@@ -218,7 +216,7 @@ fn a_gpu_with_an_unknown_uuid_may_be_configured() {
     let named = plan(&settings, &inventory).unwrap().configured;
     let told = |named: &Configured| ["GPU-0", "GPU-1", "GPU-2", "GPU-x"].map(|uuid| named.may_have(uuid));
     assert_eq!(told(&named), [true, true, false, false]);
-    // The UUID of GPU 1 is unknown, so GPU 1 may have any UUID that no other GPU is known to have.
+    // The UUID of GPU 1 is unknown, so GPU 1 may have any UUID that is not known to belong to another GPU.
     inventory.gpus[1].nvml = Err("an error".into());
     assert_eq!(told(&plan(&settings, &inventory).unwrap().configured), [true, true, false, true]);
     // A GPU that programs use without MPS counts as configured too, although it can't be served.

@@ -1,4 +1,4 @@
-//! Facts about a GPU that an administrator should know, although the GPU is served.
+//! Warnings about a GPU that is served nevertheless.
 
 use std::fmt::Display;
 
@@ -77,8 +77,8 @@ pub(super) fn not_enforced((major, minor): (u32, u32)) -> NamedProblem {
     )
 }
 
-/// The warning that a device entry of another type than `NVIDIA_MPS` names a GPU that is served. A program that gets the GPU
-/// through the entry of the other type can't work with the compute mode for MPS.
+/// The warning that an entry of another type than `NVIDIA_MPS` names a GPU that is served. A program that gets the GPU through
+/// that entry can't use it, since the compute mode for MPS admits only the MPS server.
 pub(super) fn given_out_twice(ours: &DeviceEntry, other: &DeviceEntry) -> NamedProblem {
     let (ours, origin, device_type) = (&ours.origin, &other.origin, &other.device_type);
     NamedProblem::new(
@@ -88,8 +88,8 @@ pub(super) fn given_out_twice(ours: &DeviceEntry, other: &DeviceEntry) -> NamedP
     )
 }
 
-/// The warning that a default limit of the control daemon is larger than `own`, the limit of a slice: the default is the limit of
-/// a larger slice, on the same GPU or on another GPU.
+/// The warning that a default limit of the control daemon is larger than `own`, the limit of a slice. The default is the limit
+/// of a larger slice, on the same GPU or on another GPU. A client without a limit of its own gets the default.
 pub(super) fn loose(
     holder: &str,
     default: impl Display,
@@ -109,7 +109,7 @@ pub(super) fn loose(
     )
 }
 
-/// The names of the warnings that ask an administrator for nothing.
+/// The names of the warnings that call for no action of an administrator.
 pub const WORTH_KNOWING: [&str; 4] =
     [NO_COMPUTE_CAPABILITY, CLIENTS_NOT_COUNTED, NOT_ENFORCED, OVERCOMMITTED];
 const NO_COMPUTE_CAPABILITY: &str = "compute-capability-unknown";

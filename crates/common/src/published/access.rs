@@ -1,4 +1,4 @@
-//! Decides which slices a program may have now. All parts of the service that hand out slices call the functions of this file.
+//! Decides which slices a program may have now. All parts of the service that hand out slices use this file.
 
 use mps_core::access::{self, Asker, Obstacle, Standing};
 use mps_core::bindings::{Bindings, BoundBy};
@@ -10,10 +10,6 @@ use crate::published::container::{ChosenSlice, no_such_device, none_named, not_r
 use crate::published::request_error::RequestError;
 use crate::published::snapshot::{GpuView, Snapshot};
 
-/// Decides if a program may have this slice now.
-///
-/// # Errors
-/// The obstacle that prevents the program from having the slice.
 pub fn may_have(gpu: &GpuView, ordinal: u32, bindings: &Bindings, asker: Asker<'_>) -> Result<(), Obstacle> {
     let now = proc::uptime().unwrap_or_default().as_secs();
     let taker = asker.kept_out_by(&gpu.plan.slice(ordinal), bindings, now, control_groups::use_of);
@@ -25,7 +21,7 @@ pub fn may_have(gpu: &GpuView, ordinal: u32, bindings: &Bindings, asker: Asker<'
     })
 }
 
-/// The reason why an administrator has to act before programs may use the GPU.
+/// The reason why an administrator has to act before programs can use the GPU. None if no action is needed.
 fn unusable(gpu: &GpuView) -> Option<String> {
     if gpu.needs_reset {
         return Some(gpu.reason.clone());
@@ -36,11 +32,9 @@ fn unusable(gpu: &GpuView) -> Option<String> {
     (!gpu.plan.servable()).then(|| gpu.plan.unusable().unwrap_or_default())
 }
 
-/// Finds the slices with these names for a program. The name of a GPU stands for the slice of the GPU that the program already
-/// has, or else for the first slice that the program may have.
-///
-/// # Errors
-/// The error names the first name that is unknown, or for which there is no slice that the program may have.
+/// Finds the slices with these names for a program. The name of a GPU stands for a slice of the GPU that the program already
+/// has, or else for the first slice that it may have. The error names the first unknown name, or the first name for which the
+/// program may have no slice.
 pub fn choose<'s>(
     snapshot: &'s Snapshot,
     names: &[String],
@@ -69,8 +63,8 @@ pub fn choose<'s>(
 /// Finds a slice of this GPU for the program. If the program may have no slice of the GPU, the error is the obstacle that is
 /// easiest to overcome.
 fn of_gpu(gpu: &GpuView, bindings: &Bindings, asker: Asker<'_>) -> Result<u32, Obstacle> {
-    // The caller names the GPU and not a slice, so the service looks for a slice with the weak authority `BoundBy::Platform`, and
-    // takes no slice away from another control group.
+    // The caller names the GPU and no slice. The weak authority `BoundBy::Platform` ensures that the service takes no slice
+    // away from another control group.
     let asker = Asker { by: BoundBy::Platform, ..asker };
     let own = bindings.iter().find(|one| Some(one.group.path.as_str()) == asker.control_group);
     let has = |ordinal: &u32| own.is_some_and(|own| own.slices.contains(&gpu.plan.slice(*ordinal)));

@@ -1,5 +1,5 @@
-//! The CDI spec: the slices as devices of `yunion.io/mps`, for container runtimes that support the Container Device Interface.
-//! `docs/cdi.md` gives the reasons.
+//! Makes the CDI spec, which describes the slices as devices of `yunion.io/mps`. Container runtimes with support for the
+//! Container Device Interface read the spec. `docs/cdi.md` has the reasons for its content.
 
 use std::fs;
 use std::path::Path;
@@ -14,35 +14,34 @@ use crate::published::container::{ChosenSlice, Mount, container_config, gives_gp
 use crate::published::snapshot::{GpuView, Snapshot};
 use crate::whole_file;
 
-/// The name of the file with the CDI spec. By CDI's convention the name of the file consists of the vendor and the class of the
-/// devices.
+/// The name of the file with the CDI spec. By CDI's convention, it consists of the devices' vendor and class.
 pub const FILE: &str = "yunion.io-mps.json";
 
-/// The vendor and the class of every CDI device of this service. In a container runtime the name of a device is
-/// `yunion.io/mps=NAME`.
+/// The vendor and the class of this service's CDI devices. In a container runtime a device is called `yunion.io/mps=NAME`.
 pub const KIND: &str = "yunion.io/mps";
 
-/// The seconds after which a container runtime stops waiting for a hook. The hook itself waits at most 25 s for a slice.
+/// The seconds that a container runtime waits for a hook. The hook itself waits at most 25 s for a slice.
 const HOOK_SECONDS: u32 = 30;
 
-/// The most bytes of an existing spec that the service reads to compare it. The spec that the service itself writes is far
-/// smaller than this limit.
+/// The most bytes of an existing spec that the service reads for a comparison. The specs that the service writes are far
+/// smaller.
 const MAX_BYTES: u64 = 16 * 1024 * 1024;
 
-/// The earliest version of CDI in which a device's name may begin with a digit. A container runtime refuses a spec with a later
-/// version of CDI than the version that the runtime knows.
+/// The earliest version of CDI in which a device's name may begin with a digit. A container runtime refuses a spec with a
+/// version of CDI that the runtime does not know, so the spec has no later version.
 const VERSION: &str = "0.5.0";
 
-/// The name of the CDI device that only binds a container to a slice. For a container with slices of several GPUs, the settings
-/// have to be made for all slices together; the slices' own devices would overwrite each other's settings.
+/// The name of the CDI device that only binds a container to a slice. A container with slices of several GPUs uses these
+/// devices, and gets its settings for all slices together. The slices' other devices would overwrite each other's settings.
 pub fn binding_device(slice: &str) -> String {
     format!("bind-{slice}")
 }
 
 /// The CDI spec of all planned slices. The hook of each slice runs yunion-mpsctl, which binds the container's control group to
-/// the slice. If the slice is not served, the hook waits for it; if the container can't have the slice, the hook fails with the
-/// reason. The spec also has slices that are not served: a container engine that does not find a device in the spec can't give
-/// the reason, and does not try to start the container again. None if no slice is planned: a spec without devices is not valid.
+/// the slice. If the slice is not served, the hook waits for it. If the container can't have the slice, the hook fails with the
+/// reason. The spec also has slices that are not served. Otherwise the container engine would not find the device, could not
+/// give the reason, and would not start the container again later. None if no slice is planned, since a spec without devices is
+/// not valid.
 pub fn spec(snapshot: &Snapshot, hooks: &Path) -> Option<String> {
     let devices: Vec<Value> =
         snapshot.slices().flat_map(|(gpu, ordinal)| devices(snapshot, hooks, gpu, ordinal)).collect();
@@ -53,23 +52,21 @@ pub fn spec(snapshot: &Snapshot, hooks: &Path) -> Option<String> {
     Some(format!("{spec:#}\n"))
 }
 
-/// The two devices of a slice: one with its settings and its hook, and one with the hook alone.
 fn devices(snapshot: &Snapshot, hooks: &Path, gpu: &GpuView, ordinal: u32) -> [Value; 2] {
     let name = gpu.slice_name(ordinal);
-    // A hook may run without root's rights, and then the hook can't ask the service if the slice is drained. The spec tells the
-    // hook if the slice is drained, since a hook without root's rights can't ask the service.
+    // A hook without root's rights can't ask the service if the slice is drained. So the spec passes this fact to the hook.
     let is_drained = gpu.drained.contains(&ordinal).then_some("--drained");
     let bind: Vec<&str> = ["bind", "--oci"].into_iter().chain(is_drained).chain([name.as_str()]).collect();
     let hooks = json!([hook(hooks, &bind)]);
-    // Without NVML's data about the GPU, the CDI device has no container settings. A CDI device without container settings has
-    // only the hook, and the hook fails.
+    // Without NVML's facts about the GPU there are no container settings. Then the device has only the hook, which fails with
+    // the reason.
     let edits = match container_config(snapshot, &[ChosenSlice { gpu, ordinal, name: name.clone() }]) {
         Ok(config) => {
-            // A container may have several CDI devices of slices. Each CDI device gets its own mount targets, since a runtime
-            // makes only one of two mounts with the same target.
+            // A container may have several CDI devices of slices. Each gets its own mount targets, since a runtime makes only
+            // one of two mounts with the same target.
             let config = config.at_own_places();
-            // The CDI device has no variable that makes NVIDIA's hook add GPUs. NVIDIA's own CDI spec sets
-            // `NVIDIA_VISIBLE_DEVICES` to "void", so that NVIDIA's hook does not add the GPU a second time.
+            // The variables that make NVIDIA's hook add GPUs are not set. NVIDIA's own CDI devices add the GPUs, and set
+            // `NVIDIA_VISIBLE_DEVICES` to "void" so that NVIDIA's hook does not add them a second time.
             let ours = config.environment.iter().filter(|(name, _)| !gives_gpus(name));
             let environment: Vec<String> = ours.map(|(name, value)| format!("{name}={value}")).collect();
             let mounts: Vec<Value> = config.mounts.iter().map(mount).collect();
@@ -83,7 +80,7 @@ fn devices(snapshot: &Snapshot, hooks: &Path, gpu: &GpuView, ordinal: u32) -> [V
     ]
 }
 
-/// The container runtime calls the hook when the container's first process is in its control group, and before the container's
+/// The container runtime calls the hook after the container's first process is in its control group, and before the container's
 /// program starts. If the hook fails, the container does not start.
 fn hook(program: &Path, arguments: &[&str]) -> Value {
     let name = program.file_name().unwrap_or_default().to_string_lossy();
@@ -116,13 +113,13 @@ pub fn write(directory: &Path, spec: &str) -> Result<(), Problem> {
     written.map_err(|error| format!("{}: can't be written: {error}", file.display()).into())
 }
 
-/// The present content of the file. None if the file can't be read, or is a link.
+/// The present content of the file. None if the file can't be read, or is a symbolic link.
 fn read(file: &Path) -> Option<Vec<u8>> {
     fs::symlink_metadata(file).ok().filter(fs::Metadata::is_file)?;
     regular_file::read(file, MAX_BYTES).ok()
 }
 
-/// Removes the spec at `file`. A missing file is no error.
+/// A missing file is no error.
 pub fn remove(file: &Path) -> Result<(), Problem> {
     match rustix::fs::unlink(file) {
         Ok(()) | Err(Errno::NOENT | Errno::NOTDIR) => Ok(()),

@@ -1,4 +1,5 @@
-//! The settings that make a container a client of slices: a pure function of the Snapshot and the names that were asked for.
+//! The settings with which a container becomes a client of slices. The settings follow from the Snapshot and the chosen slices
+//! alone.
 
 use std::path::{Path, PathBuf};
 
@@ -13,40 +14,38 @@ use mps_core::access::Obstacle;
 use mps_core::terms::{SliceId, SliceSize};
 use serde::{Deserialize, Serialize};
 
-/// The path of a slice's directory in a container. In a container with several slices, the directories of the further slices are
-/// next to `/run/yunion-mps`, with the slices' names.
+/// The path of a slice's directory in a container. In a container with several slices, the directories of the other slices are
+/// next to `/run/yunion-mps`, and their names end with the slices' names.
 const SLICE_DIRECTORY: &str = "/run/yunion-mps";
 
-/// The variables with which NVIDIA's container runtime chooses the GPUs of a container, and the parts of the driver.
+/// NVIDIA's container runtime reads these variables, which choose the GPUs of the container and the parts of the driver in it.
 const VISIBLE_DEVICES: &str = "NVIDIA_VISIBLE_DEVICES";
 const DRIVER_CAPABILITIES: &str = "NVIDIA_DRIVER_CAPABILITIES";
 
-/// The variable with the CPUs near the GPUs of a container. The service does not read the variable: it is for the program that
-/// starts the container.
+/// The variable with the CPUs near the GPUs of a container. The service does not read this variable. The program that starts
+/// the container can read it.
 const CPUS_VARIABLE: &str = "YUNION_MPS_CPUS";
 
-/// The variables with the memory that one process of a container can use: as a fraction of the GPU's memory, and in MiB. The
-/// service does not read these variables: they are for inference servers, which see the memory of the whole GPU and not of their
+/// The memory that one process of a container can use, as a fraction of the GPU's memory and in MiB. The service does not read
+/// these variables. Inference servers need them, since an inference server sees the memory of the whole GPU and not of its
 /// slice.
 const FRACTION_VARIABLE: &str = "YUNION_MPS_MEMORY_FRACTION";
 const MIB_VARIABLE: &str = "YUNION_MPS_MEMORY_MIB";
 
-/// The variables from which a hook of NVIDIA's container toolkit sets the memory limits of a container that the kernel enforces,
-/// the hard and the reserved one, in MiB. A container image may set these variables too. The container settings of this service
-/// set the limit to the memory of the slice, so that an image can't set another limit.
+/// The hard and the reserved memory limit of a container, in MiB. A hook of NVIDIA's container toolkit reads these variables
+/// and makes the kernel enforce the limits. A container image may set these variables too, so the service's settings override
+/// them with the memory of the slice.
 const TOOLKIT_LIMIT: &str = "NVIDIA_GPU_MEMORY_LIMIT";
 const TOOLKIT_REQUEST: &str = "NVIDIA_GPU_MEMORY_REQUEST";
 
-/// The part of a GPU's memory that no process can allocate, in MiB: the driver, a server and one context use it. Measured: 1208
-/// MiB on an H200 with driver 580.
+/// The part of a GPU's memory that no process can allocate, in MiB, since the driver, a server and one context use it. The
+/// measured value is 1208 MiB on an H200 with driver 580.
 const NEVER_FREE_MIB: u64 = 1280;
 
-/// A slice that a program may have.
 #[derive(Debug, Clone, PartialEq)]
 pub struct ChosenSlice<'s> {
     pub gpu: &'s GpuView,
     pub ordinal: u32,
-    /// The published name for which the caller asked: the name of the slice, or of its GPU.
     pub name: String,
 }
 
@@ -56,10 +55,8 @@ impl ChosenSlice<'_> {
     }
 }
 
-/// The settings that a container runtime adds to a container. The answer of `GetContainerConfig` has these fields too.
 #[derive(Debug, Clone, PartialEq, Eq, Deserialize)]
 pub struct ContainerConfig {
-    /// The environment variables that the runtime sets in the container, in order.
     pub environment: Vec<(String, String)>,
     pub mounts: Vec<Mount>,
     /// The UUIDs of the GPUs, each once, in the order of the caller's names.
@@ -67,12 +64,11 @@ pub struct ContainerConfig {
 }
 
 impl ContainerConfig {
-    /// The published names of the devices, separated by commas, each once.
     pub fn devices(&self) -> &str {
         devices_in(&self.environment)
     }
 
-    /// The same settings, except that each slice's directory gets a path that no other slice uses: a container may get the
+    /// The same settings, but with a path for each slice's directory that no other slice uses. So a container can get the
     /// settings of several slices.
     #[must_use]
     pub fn at_own_places(mut self) -> Self {
@@ -86,42 +82,35 @@ impl ContainerConfig {
     }
 }
 
-/// The path, in a container, for the directory of one slice. No other slice uses this path.
 fn own_place(directory: &str) -> String {
     let name = Path::new(directory).file_name().unwrap_or_default().to_string_lossy();
     format!("{SLICE_DIRECTORY}-{name}")
 }
 
-/// Returns true if a variable chooses the GPUs of a container. NVIDIA's own CDI devices choose the GPUs too, and a container with
-/// such a variable and NVIDIA's CDI device would get the GPU twice.
+/// True for the variables that choose the GPUs of a container. NVIDIA's own CDI devices choose the GPUs too, and a container
+/// with both would get the GPU twice.
 pub fn gives_gpus(name: &str) -> bool {
     [VISIBLE_DEVICES, DRIVER_CAPABILITIES].contains(&name)
 }
 
-/// The published names of a container's devices, separated by commas, from the environment of the container. Empty if the
-/// environment names no device.
+/// The published names of a container's slices and GPUs, separated by commas, from the container's environment. Empty if the
+/// environment names none.
 pub fn devices_in(environment: &[(String, String)]) -> &str {
     let devices = environment.iter().find(|(name, _)| name == DEVICE_VARIABLE);
     devices.map_or("", |(_, devices)| devices.as_str())
 }
 
-/// A directory of the host that the runtime mounts in the container.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Mount {
-    /// The path on the host.
     pub host: String,
-    /// The path in the container.
     pub container: String,
     pub read_only: bool,
 }
 
-/// The most wrong letters with which a name still counts as a misspelling of another name.
 const SLIPS: usize = 2;
 
-/// The most names that an error suggests for an unknown name.
 const OFFERED: usize = 3;
 
-/// The error for a caller while no plan exists. The error gives the published reason for the state of the service.
 pub fn not_ready(snapshot: &Snapshot) -> RequestError {
     RequestError::NotReady(match snapshot.reason.as_str() {
         "" => "the GPUs are not known yet; ask again in a moment".to_owned(),
@@ -129,12 +118,10 @@ pub fn not_ready(snapshot: &Snapshot) -> RequestError {
     })
 }
 
-/// The error for a caller that has named no slice.
 pub fn none_named() -> RequestError {
     RequestError::Failed("no slice was named; `yunion-mpsctl list` shows the names".to_owned())
 }
 
-/// The error for a caller that has asked for a name that no slice or GPU has. The error suggests similar names.
 pub fn no_such_device(snapshot: &Snapshot, asked: &str) -> RequestError {
     let gpus = snapshot.gpus.iter().flatten().map(|gpu| gpu.plan.gpu.id().to_string());
     let names = gpus.chain(snapshot.slices().map(|(gpu, ordinal)| gpu.slice_name(ordinal)));
@@ -153,7 +140,6 @@ pub fn no_such_device(snapshot: &Snapshot, asked: &str) -> RequestError {
     RequestError::NoSuchDevice(format!("there is no slice or GPU {asked:?}; {offer}"))
 }
 
-/// The error for a program that may not have this slice now, or no slice of this GPU.
 pub fn refusal(device: &str, obstacle: &Obstacle) -> RequestError {
     let text = match obstacle {
         Obstacle::Unserved(reason) => format!("{device} is not served: {reason}"),
@@ -166,7 +152,6 @@ pub fn refusal(device: &str, obstacle: &Obstacle) -> RequestError {
     refused_by(obstacle, text)
 }
 
-/// The error with this text for a program that an obstacle prevents from having a slice.
 pub(super) fn refused_by(obstacle: &Obstacle, text: String) -> RequestError {
     match obstacle {
         Obstacle::Unserved(_) => RequestError::NotServed(text),
@@ -176,10 +161,8 @@ pub(super) fn refused_by(obstacle: &Obstacle, text: String) -> RequestError {
     }
 }
 
-/// The settings for a container that uses these slices.
-///
-/// Slices of one GPU can't be combined: the control daemon's defaults are the limits of one slice, and a client can only lower
-/// the defaults. A container with two slices of one GPU therefore has the limits of one slice.
+/// The settings for a container that uses these slices. A container with two slices of one GPU has the limits of one slice. The
+/// control daemon's defaults are the limits of one slice, and a client can only lower the defaults.
 pub fn container_config(
     snapshot: &Snapshot,
     slices: &[ChosenSlice<'_>],
@@ -240,8 +223,8 @@ pub fn container_config(
     Ok(ContainerConfig { environment: environment.into_iter().map(variable).collect(), mounts, gpus: uuids })
 }
 
-/// The mounts for a container whose programs connect to the control daemon in the first of these slices' directories. The other
-/// directories show the service which slices the container has.
+/// The container's programs connect to the control daemon in the first directory. By the other directories, the service knows
+/// which slices the container has.
 fn slice_mounts(directories: Vec<PathBuf>) -> Vec<Mount> {
     let mounts = directories.into_iter().enumerate().map(|(number, host)| {
         let host = text(&host);
@@ -255,7 +238,6 @@ fn text(path: &Path) -> String {
     clean(&path.to_string_lossy())
 }
 
-/// The mounts for a client that needs the whole pipe directory.
 fn pipe_directory_mounts(
     snapshot: &Snapshot,
     gpus: &[(&GpuView, SliceSize)],
@@ -263,17 +245,17 @@ fn pipe_directory_mounts(
 ) -> Vec<Mount> {
     let mount =
         |directory: &Path, read_only| Mount { host: text(directory), container: text(directory), read_only };
-    // Root in a container with write access to the pipe directory can remove the control daemon's sockets, or replace them, for
-    // all users. A container that runs `rm -rf /tmp/*` at its start removes the sockets. The mount of the pipe directory is
-    // read-only if the driver allows a read-only mount.
+    // With write access to the pipe directory, root in a container can remove or replace the control daemon's sockets for all
+    // users. A container that runs `rm -rf /tmp/*` at its start removes them. So the mount is read-only if the driver allows a
+    // read-only mount.
     let driver = series(&snapshot.driver_version);
     let capability = |gpu: &GpuView| gpu.plan.gpu.facts()?.compute_capability;
     let read_only = gpus.iter().all(|(gpu, _)| READ_ONLY_PIPE_DIRECTORY.holds(driver, capability(gpu)));
     vec![mount(Path::new("/dev/shm"), false), mount(pipe_directory, read_only)]
 }
 
-/// The value of `CUDA_MPS_PINNED_DEVICE_MEM_LIMIT`: `0=5760M` for one GPU, which is always device 0 of the client. For several
-/// GPUs the value has UUIDs, since CUDA chooses the order of the GPUs in the container.
+/// The value of `CUDA_MPS_PINNED_DEVICE_MEM_LIMIT`. For one GPU, which is always device 0 of the client, the value is such as
+/// `0=5760M`. For several GPUs the value has UUIDs, since CUDA chooses the order of the GPUs in the container.
 fn memory_limits(gpus: &[(&GpuView, SliceSize)]) -> String {
     let limits: Vec<String> = gpus
         .iter()
@@ -286,8 +268,8 @@ fn memory_limits(gpus: &[(&GpuView, SliceSize)]) -> String {
 }
 
 /// The variables with the memory that one process can use on each of these GPUs, in MiB and as a fraction of the GPU's memory.
-/// There is no fraction if NVML does not report the memory of a GPU. Empty if the context of a process leaves no memory of a
-/// slice for the program.
+/// Without the fraction if NVML does not report the memory of a GPU. Empty if the CUDA context of a process uses all memory of
+/// a slice.
 fn usable_memory(gpus: &[(&GpuView, SliceSize)]) -> Vec<(&'static str, String)> {
     let usable = |(gpu, size): &(&GpuView, SliceSize)| {
         let beside_context = size.memory_mib.checked_sub(*context_mib(size.thread_percentage).end());
@@ -318,7 +300,7 @@ mod tests {
     use crate::published::samples::{gpu, snapshot};
     use mps_core::bindings::{Bindings, BoundBy};
 
-    /// The settings for a program of unknown origin, on a host without bindings.
+    /// The settings for a program whose control group is unknown, on a host without bindings.
     fn container_config(snapshot: &Snapshot, names: &[&str]) -> Result<ContainerConfig, RequestError> {
         let names: Vec<String> = names.iter().map(|name| (*name).to_owned()).collect();
         let asker = Asker { control_group: None, by: BoundBy::Platform, shares: false };
@@ -397,7 +379,6 @@ mod tests {
         assert_eq!(config.gpus, ["GPU-2", "GPU-1"]);
     }
 
-    /// An inference server can allocate the published fraction of the GPU's memory.
     #[test]
     fn the_usable_memory_is_a_part_of_the_slice_and_of_the_gpu() {
         let usable = |total: Option<u64>, limit: u64| {

@@ -1,20 +1,17 @@
-//! The events for administrators. The service stores only the last events, and it stores faults longer than other events.
+//! The events for administrators. The service stores a limited number of events, and stores faults longer than other events.
 
 use std::collections::{VecDeque, vec_deque};
 use std::time::{Instant, SystemTime};
 
-/// The most events that the service stores.
 pub const EVENTS_KEPT: usize = 32;
 
 /// The number of faults that stay stored, even if many other events follow.
 pub const FAULTS_KEPT: usize = 8;
 
-/// An event that the service publishes for administrators.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Event {
-    /// The time of day of the event.
     pub at: SystemTime,
-    /// The time of the event on a clock that is never set back, for sorting.
+    /// The time on a clock that is never set back. Events are sorted by this time.
     pub seen: Instant,
     pub text: String,
     /// True if a GPU or a server has failed, or clients have lost their work.
@@ -38,20 +35,20 @@ impl Event {
         }
     }
 
-    /// The event that a request has ended the GPU work of `clients`. `ended_for` and `whom` are what the request has named, as
-    /// a list and in words.
+    /// The event that a request has ended the GPU work of `clients`. `whom` and `ended_for` are the PID, the container or the
+    /// slices that the request has named, in words and as a list.
     pub fn ended(whom: &str, ended_for: Vec<String>, clients: String) -> Self {
         let text = format!("a request for {whom} has ended the GPU work of {clients}");
         Self { ended_for, ended_clients: clients, ..Self::now(text) }
     }
 }
 
-/// The last events, in the order in which they were added.
 #[derive(Debug, Clone, Default, PartialEq)]
 pub struct Events(VecDeque<Event>);
 
 impl Events {
-    /// Adds an event. If too many events are stored, the oldest event that is not among the last faults is removed.
+    /// Adds an event. If too many events are stored, removes the oldest event that is not among the last [`FAULTS_KEPT`]
+    /// faults.
     pub fn push(&mut self, event: Event) {
         if self.0.len() >= EVENTS_KEPT {
             let faults = self.0.iter().filter(|event| event.fault).count();

@@ -1,4 +1,4 @@
-//! Chooses a slice for a caller that does not name one: the slice with the fewest clients.
+//! Chooses a slice for a caller that names no single slice: the slice with the fewest clients.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -13,18 +13,17 @@ use crate::published::container::{ChosenSlice, not_ready, refused_by};
 use crate::published::request_error::RequestError;
 use crate::published::snapshot::{GpuView, Snapshot};
 
-/// The most reasons that an error gives for each GPU.
 const REASONS: usize = 2;
 
-/// The slices that a caller can get, best first: all slices of the host, or the slices that match a name. A name is that of a
-/// slice or a GPU, or a part of a model's name. The slice with the fewest clients comes first. Slices with the same number of
-/// clients are sorted by the number of clients on their GPU, then by the order of the configuration. Each mention of a slice in
-/// `recent`, which has the slices that were just handed out, counts as one more client: a program becomes a client only when it
-/// starts to use CUDA. The second part of each result is the number of the slice's clients, if the slice has as many as it may
-/// have, and None otherwise.
+/// The slices that a caller can get, best first: all slices of the host, or the slices that match one of `names`. A name is
+/// that of a slice or a GPU, or a part of a model's name.
 ///
-/// # Errors
-/// A name is unknown, or the GPUs are not known yet.
+/// The slice with the fewest clients comes first. Slices with equal numbers are sorted by the number of clients on their GPU,
+/// then by the order of the configuration. `recent` has the slices that were just handed out. Each of its entries counts as one
+/// more client, since a program becomes a client only when it starts to use CUDA.
+///
+/// The second part of each result is the slice's limit of clients, if the slice has as many clients already, and None
+/// otherwise. Fails if a name is unknown, or if the GPUs are not known yet.
 pub fn candidates(
     snapshot: &Snapshot,
     names: &[String],
@@ -67,10 +66,8 @@ pub fn candidates(
     Ok(counted.into_iter().map(|(_, candidate)| candidate).collect())
 }
 
-/// The first candidate that is not full and that the program may have.
-///
-/// # Errors
-/// No candidate is free. The error has the reasons for each GPU.
+/// The first candidate that is not full and that the program may have. If there is none, the error has the reasons for each
+/// GPU.
 pub fn choose<'s>(
     snapshot: &'s Snapshot,
     candidates: &[(SliceId, Option<u32>)],
@@ -78,8 +75,8 @@ pub fn choose<'s>(
     asker: Asker<'_>,
 ) -> Result<ChosenSlice<'s>, RequestError> {
     let mut easiest: Option<Obstacle> = None;
-    // For each GPU, in the order of the configuration: the reasons for which its slices were refused, each with the number of
-    // these slices.
+    // For each GPU, by its position in the configuration: the reasons why its slices were refused, and the number of slices for
+    // each reason.
     let mut refused: BTreeMap<Option<usize>, (&GpuView, BTreeMap<String, usize>)> = BTreeMap::new();
     for (slice, full) in candidates {
         let Some((gpu, DeviceName::Slice(SliceId { ordinal, .. }))) = snapshot.find(&slice.to_string())
@@ -122,8 +119,7 @@ fn obstacle_in_words(obstacle: &Obstacle) -> String {
     }
 }
 
-/// The first reasons of a GPU, in words. Slices of one GPU that have their own control daemons may be refused for different
-/// reasons.
+/// The first reasons of a GPU, in words. Slices of one GPU can have different reasons if each has its own control daemon.
 fn reasons_of(gpu: &GpuView, reasons: &BTreeMap<String, usize>) -> String {
     let mut named: Vec<String> = match reasons.keys().next() {
         Some(only) if reasons.len() == 1 => vec![only.clone()],
@@ -140,7 +136,6 @@ fn reasons_of(gpu: &GpuView, reasons: &BTreeMap<String, usize>) -> String {
     format!("{}: {}", gpu.plan.gpu.id(), named.join(", "))
 }
 
-/// Returns true if the text is a part of the name of the GPU's model.
 fn is_model(gpu: &GpuView, name: &str) -> bool {
     let part = name.to_lowercase();
     let by_nvidia = gpu.plan.gpu.facts().map(|facts| facts.name.to_lowercase());
@@ -151,7 +146,6 @@ fn is_model(gpu: &GpuView, name: &str) -> bool {
             .any(|model| model.contains(&part))
 }
 
-/// The GPUs of the host with their models, for a message.
 fn gpus(snapshot: &Snapshot) -> String {
     let named = snapshot.gpus.iter().flatten().map(|gpu| format!("{} ({})", gpu.plan.gpu.id(), model(gpu)));
     named.collect::<Vec<_>>().join(", ")
@@ -174,12 +168,11 @@ fn names(client: &ClientView) -> impl Iterator<Item = &DeviceName> {
     client.client.slices.iter().flat_map(|known| &known.slices)
 }
 
-/// Returns true if the client has this slice.
 fn has(client: &ClientView, slice: SliceId) -> bool {
     names(client).any(|name| *name == DeviceName::Slice(slice))
 }
 
-/// Returns true if the client uses this GPU, or waits for an MPS server on this GPU.
+/// True if the client uses this GPU, or waits for an MPS server on this GPU.
 fn uses(client: &ClientView, gpu: &GpuView) -> bool {
     if client.gpu_uuid.is_empty() {
         names(client).any(|name| name.gpu() == gpu.plan.gpu.id())
@@ -289,7 +282,7 @@ mod tests {
         ] {
             assert_eq!(chosen(&host, &[], &clients(of), recent).unwrap(), expected, "{recent:?}");
         }
-        // A slice that was given to a caller lately can be given again: a short command may have ended already.
+        // A slice that was just given to a caller can be given again, since a short command may have ended already.
         assert_eq!(chosen(&host, &["00:07.0-1"], &[], &["00:07.0-1"; 3]).unwrap(), "00:07.0-1");
     }
 

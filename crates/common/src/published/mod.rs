@@ -1,4 +1,4 @@
-//! Everything that the service publishes, as plain data: the Snapshot, and the data that is made from the Snapshot alone.
+//! Everything that the service publishes, as plain data: the Snapshot, and the data that follows from the Snapshot alone.
 
 pub mod access;
 pub mod cdi;

@@ -62,7 +62,6 @@ pub fn gpu(address: &str, uuid: &str) -> GpuView {
     }
 }
 
-/// A snapshot of a service with these GPUs.
 pub fn snapshot(gpus: Option<Vec<GpuView>>) -> Snapshot {
     Snapshot {
         generation: 1,

@@ -1,10 +1,11 @@
-//! Several slices of one GPU for one container or command. MPS can't combine slices, so together they count as one slice.
+//! Finds several slices of one GPU for one container or command. MPS can't combine slices, so the program has the limits of one
+//! slice.
 
 use std::collections::BTreeMap;
 
 use mps_core::terms::DeviceName;
 
-/// The GPUs of which `devices` names several slices, with those slices. `devices` has the form of `YUNION_MPS_DEVICE`:
+/// The GPUs of which `devices` names several slices, with these slices. `devices` has the form of `YUNION_MPS_DEVICE`:
 /// published names, separated by commas, each once. The name of a GPU stands for one slice of the GPU.
 pub fn given_several(devices: &str) -> BTreeMap<&str, Vec<&str>> {
     let mut by_gpu: BTreeMap<&str, Vec<&str>> = BTreeMap::new();

@@ -18,110 +18,100 @@ use crate::published::events::Events;
 use crate::published::usage::InUse;
 use crate::published::usage::SliceUse;
 
-/// The most slices that the reason of a GPU names.
 const NAMED: usize = 4;
 
-/// The service's state in one word, as on D-Bus. A program that reads the state treats an unknown word as `degraded`.
+/// The service's state, as a word on D-Bus. A program should treat an unknown word as `degraded`.
 #[derive(
     Debug, Clone, Copy, PartialEq, Eq, Default, strum::Display, strum::EnumString, strum::VariantNames,
 )]
 #[strum(serialize_all = "snake_case")]
 pub enum State {
-    /// `enable_cuda_mps` is false: the service serves no GPU, as the administrator wants.
+    /// `enable_cuda_mps` is false, so the service serves no GPU.
     Disabled,
-    /// The service has not looked at all GPUs yet.
+    /// The service has not checked all GPUs yet.
     #[default]
     Starting,
-    /// Every configured GPU is served.
     Ready,
-    /// Only some GPUs are served. The state is also `degraded` if no GPU is served, but GPUs will be served again without an
-    /// administrator, for example when a control daemon that should end has clients, when a server recovers from a fatal GPU
-    /// error, or when the fabric manager is not ready. The state is also `degraded` if all GPUs are served, but something needs
-    /// an administrator's attention.
+    /// Only some GPUs are served. Or none is served, but the service can solve the problem without an administrator: for
+    /// example, a server recovers from a fatal GPU error, or a control daemon that should end still has clients. Or all GPUs
+    /// are served, but something needs an administrator's attention.
     Degraded,
-    /// No GPU is served, and an administrator has to change that.
+    /// No GPU is served, and an administrator has to solve the problem.
     Failed,
     Stopping,
 }
 
-/// Everything that the service publishes, with its generation.
 #[derive(Debug, Clone, PartialEq, Default)]
 pub struct Snapshot {
     /// The number of times that the answers of `ListDevices` or `ListGpus` have changed.
     pub generation: u64,
     pub state: State,
-    /// The reason for the state, in one line; empty if the state is ready.
+    /// The reason for the state, in one line. Empty if the state is ready.
     pub reason: String,
     pub enabled: bool,
-    /// True if users may end their own GPU work. False if only root may end GPU work.
+    /// True if users may end their own GPU work. False if only root may.
     pub users_may_terminate: bool,
-    /// The driver's version; empty if there is no driver.
+    /// Empty if there is no driver.
     pub driver_version: String,
     pub pipe_directory: PathBuf,
     pub log_directory: PathBuf,
-    /// The configured GPUs with their slices, in the order of the configuration; None before the first plan exists. For an
+    /// The configured GPUs with their slices, in the order of the configuration. None before the first plan exists. For an
     /// unchanged GPU the next Snapshot has the same `Arc`.
     pub gpus: Option<Vec<Arc<GpuView>>>,
     pub control_daemons: Vec<ControlDaemonView>,
-    /// The bindings of control groups to slices.
     pub bindings: Arc<Bindings>,
-    /// The last events, oldest first.
+    /// The oldest event comes first.
     pub events: Events,
 }
 
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct GpuView {
     pub plan: GpuPlan,
-    /// True if a client that starts now is served with the planned limits. The value does not depend on drained slices.
+    /// True if a client that starts now is served with the planned limits. Drained slices do not matter here.
     pub healthy: bool,
-    /// The reason why clients are not served on the GPU, or a warning; empty if there is neither.
+    /// The reason why clients are not served on the GPU, or a warning. Empty if there is neither.
     pub reason: String,
-    /// True if the GPU needs a reset: its slices take no new client, and the present clients go on.
+    /// True if the GPU needs a reset. Then its slices take no new clients, and the present clients go on.
     pub needs_reset: bool,
-    /// The compute mode of the GPU when the service last read the mode. None if the mode is not known.
+    /// The compute mode at the service's last check. None if the mode is not known.
     pub compute_mode: Option<ComputeMode>,
-    /// The ids of the GPU's control daemons.
     pub control_daemons: Vec<String>,
     pub confirmed_thread_percentage: Option<u8>,
     /// The memory limit of a slice that a running server has confirmed, in MiB.
     pub confirmed_memory_limit_mib: Option<u64>,
-    /// The ordinals of the slices that an administrator has taken out of use for new clients.
     pub drained: BTreeSet<u32>,
-    /// The bindings of each slice that is bound, by its ordinal.
     pub bound: BTreeMap<u32, BoundSlice>,
-    /// The slices whose memory limit the kernel should enforce, by their ordinals. The value is `Ok` if the kernel enforces the
-    /// limit, or the reason why the kernel does not enforce the limit.
+    /// The slices whose memory limit the kernel should enforce, by ordinal. The error is the reason why the kernel does not
+    /// enforce the limit.
     pub kernel_limits: BTreeMap<u32, Result<(), String>>,
-    /// The slices with their own control daemon that take no more clients, by their ordinals, each with the reason in words.
+    /// The slices with their own control daemon that can take no more clients, by ordinal, with the reason in words.
     pub full: BTreeMap<u32, String>,
-    /// The slices that are not served though their GPU can be served, by their ordinals, each with the reason: no control daemon
-    /// serves the slice, or the slice's directory has no link. Drained slices are not in the map.
+    /// The slices that are not served although their GPU can be served, by ordinal, with the reason. Either no control daemon
+    /// serves the slice, or the slice's directory has no link to the socket. Drained slices are not in the map.
     pub unserved: BTreeMap<u32, String>,
     /// The use by all MPS clients on the GPU together, including clients without a known slice. None if the use is not known.
     pub in_use: Option<InUse>,
-    /// The use of each slice by its clients, by the ordinal. Empty if the use is not known.
+    /// The use of each slice by its clients, in the order of the ordinals. Empty if the use is not known.
     pub uses: Vec<SliceUse>,
 }
 
-/// The control groups to which a slice is bound.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct BoundSlice {
-    /// The names of the first owners, for people, and the number of further owners.
+    /// The names of the first owners, for a person, and the number of further owners.
     pub by: String,
     /// The paths of the first owners' control groups.
     pub groups: Vec<String>,
 }
 
 impl Snapshot {
-    /// Every slice in configuration order, ordinals ascending: the GPU and the slice's ordinal on it.
+    /// Every slice: the GPU, and the slice's ordinal on the GPU. In the order of the configuration, then of the ordinals.
     pub fn slices(&self) -> impl Iterator<Item = (&Arc<GpuView>, u32)> {
         slices_of(self.gpus.as_deref().unwrap_or_default())
     }
 
-    /// Finds the slice with a name such as `00:06.0-1`, or the GPU with the name `00:06.0` or a UUID. Returns the GPU, and the
-    /// published name of the GPU or the slice. The address in a name may be written with its domain and with capital letters. The
-    /// address in a name may lack even a domain other than 0000, if no other GPU has the same short address. Each ordinal has only
-    /// one spelling, so that a slice has only one name.
+    /// Finds the slice with a name such as `00:06.0-1`, or the GPU with a name such as `00:06.0` or with this UUID. Returns the
+    /// GPU, and the published name of the GPU or the slice. The address may have its domain and capital letters, and may lack
+    /// the domain if only one GPU has the short address. An ordinal has only one spelling, such as `1` and not `01`.
     pub fn find(&self, name: &str) -> Option<(&GpuView, DeviceName)> {
         let gpus = || self.gpus.iter().flatten();
         if let Some(gpu) = gpus().find(|gpu| !gpu.uuid().is_empty() && gpu.uuid().eq_ignore_ascii_case(name))
@@ -140,29 +130,26 @@ impl Snapshot {
     }
 }
 
-/// Every slice of these GPUs: the GPU and the slice's ordinal on it.
 pub fn slices_of(gpus: &[Arc<GpuView>]) -> impl Iterator<Item = (&Arc<GpuView>, u32)> {
     gpus.iter().flat_map(|gpu| (0..gpu.plan.slices()).map(move |ordinal| (gpu, ordinal)))
 }
 
 impl GpuView {
-    /// The name of the slice with this ordinal, such as `00:06.0-1`.
+    /// Such as `00:06.0-1`.
     pub fn slice_name(&self, ordinal: u32) -> String {
         self.plan.slice(ordinal).to_string()
     }
 
-    /// Returns whether a new client may use the slice, and is served with the slice's limits.
     pub fn slice_healthy(&self, ordinal: u32) -> bool {
         self.slice_served(ordinal) && !self.drained.contains(&ordinal)
     }
 
-    /// Returns true if the clients of the slice are served with the slice's limits. Draining changes nothing for present
-    /// clients.
+    /// True if the clients of the slice are served with the slice's limits. A drain does not matter for present clients.
     pub fn slice_served(&self, ordinal: u32) -> bool {
         self.healthy && !self.unserved.contains_key(&ordinal)
     }
 
-    /// The reason why clients of the slice are not served, or a warning; empty if there is neither.
+    /// The reason why clients of the slice are not served, or a warning. Empty if there is neither.
     pub fn slice_reason(&self, ordinal: u32) -> String {
         let drained = self.drained.contains(&ordinal).then(|| drained(&self.slice_name(ordinal)).to_string());
         let over = self.overuse(ordinal).map(|overuse| format!("over its budget: {overuse}"));
@@ -171,8 +158,7 @@ impl GpuView {
         joined(full.into_iter().chain(drained).chain(unserved).chain(over), &self.reason)
     }
 
-    /// The reason to publish for the GPU. The reason also gives the numbers of slices that are drained, have no link, or are
-    /// over their budgets.
+    /// The published reason of the GPU, with the numbers of slices that are drained, not served, or over their budgets.
     pub fn gpu_reason(&self) -> String {
         let drained = self.drained.len();
         let drained = (drained > 0)
@@ -183,8 +169,8 @@ impl GpuView {
         joined(of_slices.chain(full), &self.reason)
     }
 
-    /// The number of slices that are not served though the GPU can be served, with the reason of the first one, in words. None if
-    /// there are no such slices.
+    /// The number of slices that are not served although the GPU can be served, with the reason of the first slice, in words.
+    /// None if there are no such slices.
     pub fn unserved(&self) -> Option<String> {
         let (ordinal, why) = self.unserved.first_key_value()?;
         let more = match self.unserved.len().saturating_sub(1) {
@@ -194,8 +180,8 @@ impl GpuView {
         Some(format!("slice {slice} is not served: {why}{more}", slice = self.slice_name(*ordinal)))
     }
 
-    /// The side that limits the memory of all clients of a slice together: the kernel, or this service, which watches the
-    /// memory. None if neither does.
+    /// Names the enforcer of a slice's memory limit: `kernel`, or `watch` for this service, which watches the memory of the
+    /// clients. None if neither enforces the limit.
     pub fn memory_enforced_by(&self, ordinal: u32) -> Option<&'static str> {
         match self.kernel_limits.get(&ordinal) {
             Some(Ok(())) => Some("kernel"),
@@ -203,7 +189,7 @@ impl GpuView {
         }
     }
 
-    /// The id of the control daemon that serves a slice; empty if no control daemon serves it.
+    /// The id of the control daemon that serves a slice. Empty if no control daemon serves the slice.
     pub fn control_daemon(&self, ordinal: u32) -> &str {
         let name = self.slice_name(ordinal);
         let serves = |id: &&String| self.plan.isolation == Isolation::Gpu || **id == name;
@@ -214,7 +200,6 @@ impl GpuView {
         self.uses.get(usize::try_from(ordinal).ok()?)
     }
 
-    /// The amount by which a slice exceeds its budget, in words. None if the slice fits into its budget.
     fn overuse(&self, ordinal: u32) -> Option<&str> {
         self.slice_use(ordinal).map(|one| one.overuse.as_str()).filter(|overuse| !overuse.is_empty())
     }
@@ -230,7 +215,7 @@ impl GpuView {
         (!over.is_empty()).then(|| format!("over budget: {}{more}", over.join(", ")))
     }
 
-    /// The GPU's UUID; empty if NVML does not give it.
+    /// Empty if NVML does not report the UUID.
     pub fn uuid(&self) -> &str {
         self.plan.gpu.uuid().unwrap_or_default()
     }

@@ -2,22 +2,20 @@
 
 pub use mps_core::tenants::budget::InUse;
 
-/// The use of a slice by all its clients.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct SliceUse {
-    /// The number of the slice's clients. Each client is a process.
     pub clients: u32,
-    /// The memory that the clients hold, in MiB. None if the driver does not report the memory of one of the clients.
+    /// The memory that the clients have allocated, in MiB. None if the driver does not report the memory of one of them.
     pub memory_mib: Option<u64>,
-    /// The amount by which the use exceeds the slice's budget, in words; empty if the use fits into the budget.
+    /// The amount by which the use exceeds the slice's budget, in words. Empty if the use fits into the budget.
     pub overuse: String,
 }
 
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct GpuUse {
-    /// The use of each slice, by the ordinal. Empty before the service has looked at the GPU.
+    /// In the order of the ordinals. Empty before the service has asked NVML about the GPU.
     pub slices: Vec<SliceUse>,
-    /// The use by all MPS clients on the GPU, including clients without a known slice. None until the service has looked at
-    /// the GPU.
+    /// The use by all MPS clients on the GPU, including clients without a known slice. None before the service has asked NVML
+    /// about the GPU.
     pub all: Option<InUse>,
 }

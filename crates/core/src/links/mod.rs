@@ -1,8 +1,10 @@
-//! The links through which clients find a control daemon, in its pipe directory and in the directories of slices. Clients reach a
-//! control daemon only through a link. A closed slice has no link: it is drained, or its GPU needs a reset.
+//! The links through which clients find a control daemon: one link in its pipe directory, and one in the directory of each
+//! slice. Clients reach a control daemon only through a link. A closed slice has no link: it is drained, or its GPU needs a
+//! reset.
 //!
-//! A program that finds no control daemon runs without MPS. From the moment when one control daemon is about to end until the
-//! next one runs, the links therefore point to a waiting socket, at which programs wait.
+//! A program that finds no control daemon runs without MPS. Therefore the links point to the waiting socket from the moment
+//! when one control daemon is about to end until the next control daemon runs. The waiting socket listens, but no process
+//! accepts connections, so programs wait.
 
 use alloc::borrow::ToOwned;
 use alloc::collections::{BTreeMap, BTreeSet};
@@ -15,94 +17,81 @@ pub use directories::{Bad, ClosedSlices, Directories, Linked, SocketId, WantedLi
 
 use crate::GpuUuid;
 
-/// The most times that [`Links::apply`] goes over the directories, if other programs change them at the same time.
+/// The most passes of [`Links::apply`] over the directories while other programs change them.
 const PASSES: usize = 3;
 
-/// A place where clients find a link to a control daemon.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Way {
-    /// The pipe directory.
     Pipe,
-    /// The directory of a slice, by its name.
     Slice(String),
 }
 
-/// The links to one control daemon: where they should be, and where they are.
-// Each fact is a bool and not the variant of an enum, since no fact excludes another.
+// Each bool is an independent fact, so an enum can't replace the bools.
 #[allow(clippy::struct_excessive_bools)]
 #[derive(Debug, Clone)]
 pub struct Links<D> {
-    /// The links that the order asks for. None if the control daemon has no order: its links stay, except for the links of
-    /// closed slices.
+    /// The links that the order asks for. None if the control daemon has no order: the existing links then stay, except for the
+    /// links of closed slices.
     wanted: Option<WantedLinks<D>>,
-    /// The control daemon that runs, or may run. None if no control daemon runs.
     running: Option<Linked<D>>,
-    /// The control daemon's socket when the service last looked for it.
     socket: Option<SocketId>,
-    /// The socket to which the links should point.
     end: WayEnd,
-    /// The socket at which new programs wait, as the service last found it.
     waiting_socket: Option<SocketId>,
-    /// True once the control daemon has the limits of the order, so that links to it may be made. Until the control daemon has
-    /// these limits, links are only removed.
+    /// True once the control daemon has the limits of the order, so that new links to it may be made. Before that, the service
+    /// only removes links.
     may_lead: bool,
-    /// The places that had a link to the control daemon when the service last looked at the directories.
+    /// The places that had a link to the control daemon at the last pass over the directories.
     lead: BTreeSet<Way>,
-    /// True if the links point to another socket than at the last pass over the directories.
+    /// True if the links should point to another socket than at the last pass over the directories.
     has_turned: bool,
-    /// True if a link was made in the present pass over the directories.
     made: bool,
-    /// True once other programs than the service may change the directories again: the service ends, or does not use the
+    /// True once the service no longer protects the directories from other programs, since the service ends or does not use the
     /// directories any more.
     released: bool,
-    /// The places that should have a link to the control daemon and have no link, each with the reason. Closed slices are not
-    /// among the places with a missing link.
+    /// The places that should have a link and have none, each with the reason. Closed slices are not included.
     missing: BTreeMap<Way, String>,
-    /// The places where the service has renewed the link, since another program had changed or removed it.
+    /// The places where the service has made the link again, since another program had changed or removed it.
     renewed: BTreeSet<Way>,
-    /// The links that the service can't remove, each with the reason.
+    /// The reasons why links can't be removed.
     stuck: BTreeSet<Bad>,
 }
 
-/// The socket to which the links in the pipe directory and in the directories of open slices should point.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum WayEnd {
-    /// The links point to the control daemon.
     ControlDaemon,
-    /// The links point to the waiting socket until the control daemon has ended: new programs wait.
+    /// The links point to the waiting socket while the control daemon still runs, so new programs wait.
     WaitingSocket,
-    /// The control daemon has ended. The links point to the waiting socket: new programs wait for the next control daemon.
+    /// The links point to the waiting socket after the control daemon has ended, so new programs wait for the next control
+    /// daemon.
     UntilTheNext,
 }
 
-/// The aim for the link in the directory of one slice.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum LinkTarget {
-    /// The directory has a link to this control daemon.
     Leads,
-    /// The slice is closed: its directory has no link to any control daemon.
+    /// The slice is closed: its directory has no link, not even to another control daemon.
     Closed,
-    /// The directory has no link to this control daemon. The directory may have a link to another control daemon, which
-    /// stays.
+    /// The directory has no link to this control daemon. A link to another control daemon stays.
     NotHere,
 }
 
 impl<D: Clone + PartialEq> WantedLinks<D> {
-    /// Returns whether the slice with this directory should have a link to a control daemon with these GPUs. A GPU that another
-    /// control daemon still has is not in `gpus`, and its slices stay with the other control daemon.
+    /// Returns whether the slice with this directory should have a link to a control daemon with these GPUs. `gpus` does not
+    /// have the GPUs that another control daemon still has, since the links of their slices must point to the other control
+    /// daemon.
     fn leads(&self, directory: &str, gpus: &BTreeSet<GpuUuid>) -> bool {
         !self.retiring && self.slices.get(directory).is_some_and(|gpu| gpus.contains(gpu))
     }
 
-    /// The directory that contains the slices' directories for this control daemon. An order with another pipe directory needs
-    /// another control daemon, and until that control daemon runs, the running control daemon keeps its directories.
+    /// The directory that contains the slices' directories for the running control daemon. If the order has another pipe
+    /// directory, only the next control daemon uses the order's directories.
     fn slices_in(&self, running: &Linked<D>) -> Option<D> {
         if running.pipe == self.pipe { self.slices_in.clone() } else { running.slices_in.clone() }
     }
 }
 
-/// The state that the link in the directory of a slice should have. `directory` is the name of that directory, and `gpus` are the
-/// GPUs of the running control daemon.
+/// The wanted state of the link in `directory`, which is the name of a slice's directory. `gpus` are the GPUs of the running
+/// control daemon.
 fn target<D: Clone + PartialEq>(
     directory: &str,
     wanted: Option<&WantedLinks<D>>,
@@ -116,7 +105,7 @@ fn target<D: Clone + PartialEq>(
     }
 }
 
-/// Returns whether the pipe directory should have a link to the control daemon: at least one of its slices takes clients.
+/// Returns whether the pipe directory should have a link to the control daemon, since at least one slice takes clients.
 fn pipe_leads<D>(wanted: Option<&WantedLinks<D>>, closed: &impl ClosedSlices) -> bool {
     match wanted {
         Some(wanted) => {
@@ -127,8 +116,8 @@ fn pipe_leads<D>(wanted: Option<&WantedLinks<D>>, closed: &impl ClosedSlices) ->
 }
 
 impl<D: Clone + PartialEq> Links<D> {
-    /// The links to the control daemon of an order. The control daemon may run already. Without an order the links stay as they
-    /// are, except that the links of closed slices are removed.
+    /// The links to the control daemon of an order, which may run already. Without an order the existing links stay, except for
+    /// the links of closed slices.
     pub fn new(wanted: Option<WantedLinks<D>>, running: Option<Linked<D>>) -> Self {
         Self {
             wanted,
@@ -147,13 +136,13 @@ impl<D: Clone + PartialEq> Links<D> {
         }
     }
 
-    /// Sets another order, because of which the control daemon may be about to end. Returns false if the order is the same as
-    /// before.
+    /// Sets the links of a new order. Returns false if they are the same as before.
     pub fn pursue(&mut self, wanted: WantedLinks<D>) -> bool {
         if self.wanted.as_ref() == Some(&wanted) {
             return false;
         }
-        // `retiring` alone does not change the limits of the control daemon, so the comparison leaves it out.
+        // `retiring` does not change the limits of the control daemon, so a change of `retiring` alone does not reset
+        // `may_lead`.
         let before =
             self.wanted.as_ref().map(|before| WantedLinks { retiring: wanted.retiring, ..before.clone() });
         self.may_lead &= before.as_ref() == Some(&wanted);
@@ -161,8 +150,8 @@ impl<D: Clone + PartialEq> Links<D> {
         true
     }
 
-    /// Makes the links point to the running control daemon from now on, since it has the limits of the order `told`. A newer
-    /// order than `told` may have come already.
+    /// Makes the links point to the running control daemon from now on, since it has the limits of the order `told`. If a newer
+    /// order than `told` has come already, no new links are made.
     pub fn lead(&mut self, running: Linked<D>, told: &WantedLinks<D>) {
         self.running = Some(running);
         let is_newest =
@@ -171,16 +160,15 @@ impl<D: Clone + PartialEq> Links<D> {
         self.end_at(WayEnd::ControlDaemon);
     }
 
-    /// Makes the links point to the waiting socket from now on, so that new programs wait. If programs already wait for the next
-    /// control daemon, the call changes nothing.
+    /// Makes the links point to the waiting socket from now on, so that new programs wait. If programs already wait for the
+    /// next control daemon, the call changes nothing.
     pub fn keep_waiting(&mut self) {
         if self.end == WayEnd::ControlDaemon {
             self.end_at(WayEnd::WaitingSocket);
         }
     }
 
-    /// Makes the links point to the control daemon again, as before [`Self::keep_waiting`]. The call does nothing for a control
-    /// daemon that has no limits yet.
+    /// Makes the links point to the control daemon again, if [`Self::keep_waiting`] has made them point to the waiting socket.
     pub fn reopen_ways(&mut self) {
         if self.end == WayEnd::WaitingSocket {
             self.end_at(WayEnd::ControlDaemon);
@@ -194,17 +182,16 @@ impl<D: Clone + PartialEq> Links<D> {
         }
     }
 
-    /// Records that new programs do not have to wait for the next control daemon any more. The links in the directories stay as
-    /// they are.
+    /// Records that new programs need not wait for the next control daemon any more. The existing links do not change.
     pub fn let_go(&mut self) {
         if self.end == WayEnd::UntilTheNext {
             (self.running, self.end) = (None, WayEnd::ControlDaemon);
         }
     }
 
-    /// Records that no control daemon runs any more. Programs wait for the next control daemon of the same order, which makes a
-    /// new socket and uses the same directories. Other programs than the service may again change all directories that the next
-    /// control daemon does not use.
+    /// Records that the control daemon has ended. If the next control daemon uses the same directories, the links point to the
+    /// waiting socket until the next control daemon runs. Directories that the next control daemon does not use are no longer
+    /// protected from other programs.
     pub fn end(&mut self, directories: &mut impl Directories<D>) {
         let has_places_of_order = match (&self.running, &self.wanted) {
             (Some(running), Some(wanted)) => {
@@ -226,13 +213,15 @@ impl<D: Clone + PartialEq> Links<D> {
         }
     }
 
-    /// Lets all users with the right to write change and remove the control daemon's directories from now on.
+    /// Ends the protection of the control daemon's directories for good, so that every user with write permission can change
+    /// them.
     pub fn release_for_good(&mut self, directories: &mut impl Directories<D>) {
         self.released = true;
         self.release(directories);
     }
 
-    /// Lets all users with the right to write change and remove the control daemon's directories.
+    /// Ends the protection of the control daemon's directories, so that every user with write permission can change them. A
+    /// later [`Self::apply`] may protect the directories again.
     pub fn release(&self, directories: &mut impl Directories<D>) {
         let names = self.names_of_order();
         let of_running = self.running.iter().map(|running| (&running.pipe, &running.slices_in));
@@ -244,24 +233,23 @@ impl<D: Clone + PartialEq> Links<D> {
         }
     }
 
-    /// The places that had no link after the last [`Links::apply`], though they should have one, each with the reason.
+    /// The places that should have had a link after the last [`Links::apply`] and had none, each with the reason.
     pub fn missing(&self) -> &BTreeMap<Way, String> {
         &self.missing
     }
 
-    /// The links that the last [`Links::apply`] could not remove.
     pub fn stuck(&self) -> &BTreeSet<Bad> {
         &self.stuck
     }
 
-    /// Returns, for the log, the links that were renewed since the last call of this function, and the links that can't be
-    /// removed, each with the reason.
+    /// The places where links were made again since the last call of this function, and the reasons why links can't be removed.
+    /// The caller writes both to the log.
     pub fn take_events(&mut self) -> (BTreeSet<Way>, BTreeSet<Bad>) {
         (core::mem::take(&mut self.renewed), core::mem::take(&mut self.stuck))
     }
 
-    /// The directory that contains a directory for each slice. The links in the directories of slices point to the control
-    /// daemon.
+    /// The directory that contains the slices' directories, whose links point to the control daemon. None if slices have no
+    /// directories, or if no control daemon runs.
     pub fn slices_in(&self) -> Option<D> {
         let running = self.running.as_ref()?;
         match &self.wanted {
@@ -270,7 +258,7 @@ impl<D: Clone + PartialEq> Links<D> {
         }
     }
 
-    /// Returns whether only the service may change the control daemon's directories now.
+    /// Returns whether the control daemon's directories should be protected, so that only the service can change them.
     fn keeps(&self) -> bool {
         self.may_lead && !self.released && self.wanted.as_ref().is_some_and(|wanted| !wanted.retiring)
     }
@@ -279,8 +267,8 @@ impl<D: Clone + PartialEq> Links<D> {
         self.wanted.iter().flat_map(|wanted| wanted.slices.keys().cloned()).collect()
     }
 
-    /// Makes and removes links, until a pass over the directories changes nothing. The last pass confirms that every link still
-    /// exists after the directories were protected from other programs.
+    /// Makes and removes links, until a pass over the directories has no link to make. Another program may remove a new link
+    /// before the directory is protected. The last pass confirms that every link still exists under the protection.
     ///
     /// # Errors
     /// The control daemon's own directory can't be used.
@@ -332,7 +320,8 @@ impl<D: Clone + PartialEq> Links<D> {
         if let Some(slices_in) = slices_in {
             self.apply_to_slices(slices_in, running, is_found, directories, closed, &mut lead);
         } else if let Some(why) = self.missing.get(&Way::Pipe).cloned() {
-            // The directory that contains the directories of the slices can't be used, so no slice can have a link.
+            // Slices have no directories, so programs reach all slices through the pipe directory. The pipe directory has no
+            // link, for the reason `why`, so no open slice can be reached.
             let all = self.wanted.iter().flat_map(|wanted| wanted.slices.keys());
             let open = all.filter(|slice| closed.closes(slice) == Some(false));
             self.missing.extend(open.map(|slice| (Way::Slice(slice.clone()), why.clone())));
@@ -404,29 +393,29 @@ impl<D: Clone + PartialEq> Links<D> {
             }
         }
         if is_there && self.keeps() {
-            // This call protects only the directories of this order's slices. The supervisors of other control daemons protect
+            // Only the directories of this order's slices are protected here. The supervisors of other control daemons protect
             // the directories of their own slices.
             directories.keep_slices(&self.names_of_order());
         }
     }
 
-    /// Returns true if the pipe directory and the directory of every open slice should have a link.
+    /// Returns whether every open place should get a link: the control daemon has the limits of its order, or new programs
+    /// should wait.
     fn makes_all(&self) -> bool {
         self.may_lead || self.end != WayEnd::ControlDaemon
     }
 
-    /// Returns true if this place should have a link. A place that had a link keeps it when a later order comes.
+    /// Returns whether this place should get a link. A place that already had a link gets a link under a later order too.
     fn makes(&self, way: &Way) -> bool {
         self.makes_all() || self.lead.contains(way)
     }
 
-    /// The sockets to which links of this control daemon may point.
     fn sockets(&self) -> impl Iterator<Item = SocketId> + use<D> {
         [self.socket, self.waiting_socket].into_iter().flatten()
     }
 
-    /// The names of the slices' directories that may have a link: the directories of the order, the directories with a link,
-    /// and the other existing directories.
+    /// The names of the slices' directories that may have a link: the directories of the order, the directories that had a
+    /// link, and the other existing directories.
     fn names(&self, is_there: bool, directories: &impl Directories<D>) -> BTreeSet<String> {
         let mut names = self.names_of_order();
         names.extend(self.lead.iter().filter_map(|way| match way {
@@ -439,9 +428,9 @@ impl<D: Clone + PartialEq> Links<D> {
         names
     }
 
-    /// Records `led`, the result of an attempt to make the link in the place `way`. If no attempt was made, a link that existed
-    /// still exists. The error is the reason why the place has no link, or None if the place has no link yet. A place that has a
-    /// link to the control daemon, now or again later, is added to `lead`.
+    /// Records `led`, the result of an attempt to make the link in the place `way`. `led` is None if no attempt was made; a
+    /// link that existed then still exists. If the link points to the control daemon, or will again after the wait, the place
+    /// is added to `lead`. The error is the reason why the place has no link, or None if the place has no link yet.
     fn way(
         &mut self,
         way: Way,
@@ -467,7 +456,8 @@ impl<D: Clone + PartialEq> Links<D> {
     }
 
     fn close_slice(&mut self, name: &str, target: LinkTarget, directories: &mut impl Directories<D>) {
-        // If the slice is closed, its link is removed, even if the link points to another control daemon.
+        // The directory of a closed slice must not have a link to any control daemon, so a link to another control daemon is
+        // removed too.
         let closed = match target {
             LinkTarget::Closed => directories.close_slice(name, None),
             _ => self.sockets().try_for_each(|socket| directories.close_slice(name, Some(socket))),
@@ -489,7 +479,8 @@ mod tests {
     const DIRECTORY: &str = "00_06.0-1";
     const GPU: &str = "GPU-1";
 
-    /// The directory names of the drained slices, where a slice's directory begins with `00_`.
+    /// The names of the closed slices' directories, and true if all slices are closed. In this test, a slice's directory begins
+    /// with `00_`.
     struct Names(&'static [&'static str], bool);
 
     impl ClosedSlices for Names {
@@ -518,7 +509,7 @@ mod tests {
         let table = [
             (Some(&serving), LinkTarget::Leads),
             (Some(&retiring), LinkTarget::NotHere),
-            // For a control daemon without an order, the links stay.
+            // Without an order, the existing links stay.
             (None, LinkTarget::Leads),
         ];
         for (wanted, open) in table {

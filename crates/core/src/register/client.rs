@@ -9,13 +9,13 @@ use core::str::FromStr;
 use super::evidence::Membership;
 use crate::terms::{DeviceName, GpuId, ProcessId};
 
-/// The most slices of one process that a message names.
+/// The most slices of one process in a message.
 const SLICES: usize = 4;
 
-/// The first characters of a container's id that messages show: as many as container runtimes show in tables.
+/// The number of characters of a container's id in messages, which is the number that container runtimes show in tables.
 pub const SHORT_ID: usize = 12;
 
-/// The user and the container of a process. Only a runtime or root moves a process to another container.
+/// The user and the container of a process. Only a container runtime or root can move a process to another container.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Tenant {
     /// The real user id of the process.
@@ -25,45 +25,43 @@ pub struct Tenant {
     pub container: String,
 }
 
-/// A container of a guest, by its names on the platform. A tenant may have chosen each of these names.
+/// A container of a guest, with its names on the platform. A tenant may have chosen each of these names.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct GuestContainer {
-    /// The name of the guest.
     pub guest: String,
-    /// The name of the container in the guest.
+    /// The name of the container within the guest.
     pub container: String,
     /// The project of the guest. Empty if the host agent's records do not have the project.
     pub project: String,
 }
 
-/// A container in the host agent's records that the service has not bound to a slice of each of its GPUs yet.
+/// A container in the host agent's records that the service has not yet bound to a slice on each of its GPUs.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct RecordedContainer {
     /// The path of the container's control group.
     pub group: String,
-    /// The container's name for people.
     pub label: String,
-    /// The devices that the host agent's records give the container: a slice, or a GPU if the records do not say which slice.
+    /// The devices of the container in the host agent's records: slices, or a GPU where the records do not name the slice.
     pub devices: Vec<DeviceName>,
 }
 
 impl RecordedContainer {
-    /// The device of the container on this GPU: a slice, or the GPU itself if the host agent's records do not say which slice.
-    /// None if the container has no device on the GPU.
+    /// The container's device on this GPU: a slice, or the GPU itself if the host agent's records do not name the slice. None
+    /// if the container has no device on the GPU.
     pub fn device_on(&self, gpu: GpuId) -> Option<DeviceName> {
         let of_gpu = || self.devices.iter().copied().filter(|device| device.gpu() == gpu);
         of_gpu().find(|device| matches!(device, DeviceName::Slice(_))).or_else(|| of_gpu().next())
     }
 }
 
-/// The commands that a control daemon accepts from a client. The variant's name in lower case is the word on D-Bus.
+/// The commands that a control daemon accepts from a client. On D-Bus, the word is the variant's name in lower case.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum MayCommand {
-    /// The control daemon accepts every command: the client can change the limits of all clients and end the control daemon.
+    /// The control daemon accepts every command. The client can change the limits of all clients and end the control daemon.
     All,
-    /// The control daemon accepts the commands with which the client can end the GPU work of other clients of the same server.
+    /// The control daemon accepts commands that end the GPU work of other clients of the same server.
     Neighbours,
-    /// The control daemon accepts no command with which the client could change limits or end the work of another client.
+    /// The control daemon accepts no command that changes limits or ends the work of another client.
     Nothing,
 }
 
@@ -86,33 +84,32 @@ impl FromStr for MayCommand {
     }
 }
 
-/// A client, or a program that uses a GPU without MPS. The text of the client names the process with its owner, and without
-/// its command: a tenant chooses the command, and could make it look like another client.
+/// A client, or a program that uses a GPU without MPS. The `Display` text names the process and its owner. The text omits the
+/// command, since a tenant chooses it and could imitate another client.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct KnownClient {
     pub process: ProcessId,
     /// The name of the process's user, or the user id if the user has no name. None if the user is not known.
     pub user: Option<String>,
-    /// The tenant for whom the process works. None if the tenant is not known.
+    /// None if the tenant is not known.
     pub tenant: Option<Tenant>,
-    /// The process's container, by its names on the platform. None if the host agent's records do not have it.
+    /// The process's container, with its names on the platform. None if the host agent's records do not have the container.
     pub guest: Option<GuestContainer>,
-    /// The label of the binding of the process's control group. None if there is no binding and no label.
+    /// The label of the binding that gives the process its slices. None without a binding, or if the label is empty.
     pub label: Option<String>,
     /// The id of the innermost container that contains the process. None if the process runs on the host.
     pub container: Option<String>,
-    /// The process's container in the host agent's records, if the service still has to bind it to slices. None otherwise.
+    /// The process's container in the host agent's records, while the service still has to bind it to slices. None otherwise.
     pub recorded: Option<RecordedContainer>,
-    /// The slices that the process has. None if the slices are not known.
+    /// None if the slices are not known.
     pub slices: Option<Membership>,
-    /// The commands that a control daemon accepts from the process. None if these commands are not known.
+    /// The commands that a control daemon accepts from the process. None if they are not known.
     pub may_command: Option<MayCommand>,
-    /// The name of the process's program, 15 characters at most.
+    /// The name of the process's program, at most 15 characters.
     pub command: String,
 }
 
 impl KnownClient {
-    /// A client of which only the process is known.
     pub fn only(process: ProcessId) -> Self {
         Self {
             process,
@@ -128,8 +125,8 @@ impl KnownClient {
         }
     }
 
-    /// The process and its owner, without its slices, as the end of a sentence: a program without MPS has no slice, whatever it
-    /// claims.
+    /// The owner of the process, worded as the end of a sentence. The text omits slices, since a program without MPS has no
+    /// slice, even if its environment names one.
     pub fn owner(&self) -> String {
         let pid = alloc::format!("PID {}", self.process.pid);
         let words = Self { slices: None, ..self.clone() }.to_string();
@@ -140,10 +137,9 @@ impl KnownClient {
 impl fmt::Display for KnownClient {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "PID {}", self.process.pid)?;
-        // The label of a container that the container runtime has bound is only the container's id, which the text has
-        // already.
+        // If the container runtime has bound the container, the label is only the container's id, which the text has anyway.
         let label = self.label.as_ref().filter(|label| self.container.as_ref() != Some(label));
-        // If the guest is known, the text names it instead of the user, since the user in a container is most often root.
+        // The text prefers the guest to the user, since the user in a container is most often root.
         match (&self.guest, label, &self.user) {
             (Some(guest), ..) => write!(f, " of guest {}", chosen_name(&guest.guest))?,
             (None, Some(label), _) => write!(f, " of {}", chosen_name(label))?,
@@ -162,13 +158,12 @@ impl fmt::Display for KnownClient {
     }
 }
 
-/// The text for a name that a tenant has chosen. A name with characters that could make it look like another text is quoted.
+/// The text for a name that a tenant has chosen. A name with unusual characters is quoted, so that it can't imitate other text.
 fn chosen_name(name: &str) -> String {
     let is_plain = |c: char| c.is_alphanumeric() || matches!(c, '-' | '_' | '.');
     if !name.is_empty() && name.chars().all(is_plain) { name.to_owned() } else { alloc::format!("{name:?}") }
 }
 
-/// The names of the first of these slices, separated by commas.
 pub fn shortened(slices: &[impl ToString]) -> String {
     let mut names: Vec<String> = slices.iter().take(SLICES).map(ToString::to_string).collect();
     if slices.len() > SLICES {
@@ -198,8 +193,7 @@ mod tests {
         };
         let expected = "PID 7 of guest train-1, slice 00:06.0-1, container main";
         assert_eq!(named("train-1", "main"), expected);
-        // A tenant has chosen these names so that they look like another client. Quotes in the text show that they are only
-        // names.
+        // A tenant has chosen these names to imitate another client. The quotes in the text show that they are only names.
         let expected = r#"PID 7 of guest "a, PID 8 of guest b\n", slice 00:06.0-1, container "x y""#;
         assert_eq!(named("a, PID 8 of guest b\n", "x y"), expected);
     }

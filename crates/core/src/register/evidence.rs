@@ -1,8 +1,8 @@
-//! The slices of a process, by the sources from which the service knows them.
+//! The slices of a process, and the sources from which the service knows them.
 //!
-//! From strongest to weakest, the sources are the binding of the process's control group, the mounts of its container, the host
-//! agent's records of that container, and the environment of the process. `common::membership` reads the sources, and decides
-//! how far each can be trusted.
+//! The sources, from the strongest to the weakest: the binding of the process's control group, the mounts of its container, the
+//! host agent's records of the container, and the environment of the process. `common::membership` reads the sources, and
+//! decides how far each source can be trusted.
 
 use alloc::collections::BTreeSet;
 use alloc::string::{String, ToString};
@@ -12,16 +12,15 @@ use core::str::FromStr;
 
 use crate::terms::{DeviceName, GpuId, SliceId};
 
-/// The source from which the service knows the slices of a process. The variant's name in lower case is the word on D-Bus.
+/// The source from which the service knows the slices of a process. On D-Bus, the word is the variant's name in lower case.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum KnownBy {
     /// The binding of the process's control group, or of an ancestor of the control group.
     Bound,
-    /// The directories of slices that are mounted in the process's container.
     Mount,
-    /// The host agent's records, which say which container has which device.
+    /// The host agent's records, which give devices to containers.
     Platform,
-    /// The environment of the process, which the process can write as it likes.
+    /// The environment of the process, which the process can change at will.
     Environment,
 }
 
@@ -55,25 +54,22 @@ impl FromStr for KnownBy {
     }
 }
 
-/// The slices of a process, and the source from which the service knows them.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Membership {
-    /// The slices, each once. The list has at least one slice. If the source is the host agent's records or the environment, the
-    /// list may have a GPU in the place of one of its slices.
+    /// Never empty, and without duplicates. If the source is the host agent's records or the environment, a GPU may stand for
+    /// one of its slices.
     pub slices: Vec<DeviceName>,
-    /// The source from which the service knows the slices.
     pub known_by: KnownBy,
 }
 
 impl Membership {
-    /// The membership of a process in these slices. None if there are no slices.
     fn of(slices: impl IntoIterator<Item = DeviceName>, known_by: KnownBy) -> Option<Self> {
         let slices: Vec<DeviceName> = slices.into_iter().collect();
         (!slices.is_empty()).then_some(Self { slices, known_by })
     }
 
-    /// The slices of a process that uses this GPU. A mounted directory, and a device in a record, stands for a slice of one GPU,
-    /// so slices of other GPUs do not count. None if the process has no slice that counts on this GPU.
+    /// The slices that count for a process on this GPU. A certain source gives slices of certain GPUs, so slices of other GPUs
+    /// do not count. None if no slice counts.
     pub fn on(mut self, gpu: GpuId) -> Option<Self> {
         if self.known_by.is_certain() {
             self.slices.retain(|slice| slice.gpu() == gpu);
@@ -88,7 +84,8 @@ impl Membership {
         gpus.len() < self.slices.len()
     }
 
-    /// The slices that the process claims in its environment. On a GPU without a claimed slice, all slices of the process stay.
+    /// Only the slices that the process claims in its environment. On a GPU without a claimed slice, all slices of the process
+    /// stay.
     fn chosen_by(self, claim: &[DeviceName]) -> Self {
         let is_chosen = |gpu| self.slices.iter().any(|one| one.gpu() == gpu && claim.contains(one));
         let counts = |one: &&DeviceName| claim.contains(one) || !is_chosen(one.gpu());
@@ -96,34 +93,32 @@ impl Membership {
         Self { slices, ..self }
     }
 
-    /// The names of the slices, separated by commas.
     pub fn names(&self) -> String {
         self.slices.iter().map(ToString::to_string).collect::<Vec<_>>().join(",")
     }
 }
 
-/// The facts from all sources about the slices of a process, except for its environment, which is in the memory of the process:
-/// reading that memory can hang.
+/// The facts from all sources about the slices of a process, except for the environment. The environment is in the memory of
+/// the process, and reading this memory can hang.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct Evidence {
-    /// The slices from the nearest binding of the process's control group, which root or the host agent's records have caused.
-    /// None without a binding.
+    /// The slices from the nearest binding of the process's control group. Root or the host agent's records have caused the
+    /// binding. None without a binding.
     pub bound: Option<Membership>,
-    /// The slices whose directories are mounted in the process's container; the list may be empty. None if the mounts prove
-    /// nothing: on the host, or if the process sees a whole pipe directory.
+    /// The slices whose directories are mounted in the process's container. The list may be empty. None if the mounts prove
+    /// nothing, since the process runs on the host or sees a whole pipe directory.
     pub mounted: Option<Vec<SliceId>>,
-    /// The devices that the host agent's records give the process's container.
     pub recorded: Vec<DeviceName>,
 }
 
 impl Evidence {
-    /// Returns whether the host agent's records count for a process. Reading the records costs more than reading the other
-    /// sources, so the records are read only if they count.
+    /// Returns whether the host agent's records can decide the slices of a process. The service reads the records only in this
+    /// case, since reading them costs more than reading the other sources.
     pub fn asks_records(bound: Option<&Membership>, mounted: &[SliceId]) -> bool {
         mounted.is_empty() && bound.is_none_or(|its| its.known_by != KnownBy::Bound)
     }
 
-    /// The slices from the sources that no program in a container can change. None if these sources have no slice.
+    /// The slices from the sources that no program in a container can change. None if these sources name no slice.
     fn certain(&self) -> Option<Membership> {
         let slices = self.mounted.iter().flatten().copied();
         let Some(bound) = &self.bound else {
@@ -133,14 +128,14 @@ impl Evidence {
         if !Self::asks_records(Some(bound), &slices.collect::<Vec<_>>()) {
             return Some(bound.clone());
         }
-        // A container may be bound on one GPU and only recorded on another. A record of the host agent therefore counts on each
-        // GPU on which the container is not bound.
+        // A container may be bound on one GPU and only recorded on another. A record therefore counts on each GPU on which the
+        // container is not bound.
         let has = |device: &&DeviceName| bound.slices.iter().any(|slice| slice.gpu() == device.gpu());
         let more = self.recorded.iter().filter(|device| !has(device));
         Membership::of(bound.slices.iter().chain(more).copied(), bound.known_by)
     }
 
-    /// Returns whether the environment of the process counts as a source for its slices.
+    /// Returns whether the environment of the process can decide its slices.
     pub fn asks_environment(&self) -> bool {
         match self.certain() {
             None => self.mounted.is_none(),
@@ -148,9 +143,9 @@ impl Evidence {
         }
     }
 
-    /// The slices of the process. `claim` has the slices that the environment of the process names. `is_anothers` returns whether
-    /// a slice is bound to a control group that does not contain the process. A tenant can choose between the tenant's own
-    /// slices. The environment's claim to a slice that is bound to another tenant's control group does not count.
+    /// The slices of the process. `claim` has the slices that the environment of the process names. `is_anothers` returns
+    /// whether a slice is bound to a control group that does not contain the process. A claim to another tenant's slice does
+    /// not count: a tenant can only choose between the tenant's own slices.
     pub fn slices(&self, claim: &[DeviceName], is_anothers: impl Fn(&SliceId) -> bool) -> Option<Membership> {
         match self.certain() {
             None if self.mounted.is_some() => None,

@@ -1,9 +1,8 @@
-//! The register of clients: the process, the owner and the slices of each client. The service looks at processes to fill the
-//! register. Messages, answers and requests about clients use the register, so that all of them agree.
+//! The register of clients: the process, the owner and the slices of each client. The service examines processes to fill the
+//! register. Messages, answers and requests about clients all use the register, so that they agree.
 //!
-//! The register has a client from the first line of the log about the client, and still has it after the process has ended:
-//! most messages about a client are written after the client's end. A running process replaces a former process with the same
-//! PID.
+//! The register has a client from the first line of the log about the client until some time after the client's end, since most
+//! messages about a client are written after its end. A running process replaces an ended process with the same PID.
 //!
 //! | file | its job |
 //! |---|---|
@@ -25,38 +24,36 @@ pub use evidence::{Evidence, KnownBy, Membership};
 use crate::terms::{DaemonId, ProcessId};
 use crate::{CoreTime, GpuUuid};
 
-/// The number of clients at which the register begins to remove clients that have ended. Sixteen full GPUs have fewer clients.
+/// At this number of clients, the register begins to remove clients that have ended. Sixteen full GPUs have fewer clients.
 const KEPT: usize = 1024;
 
 /// The most clients in the register. Sixteen GPUs with a control daemon for each slice have fewer clients.
 const MOST: usize = 8 * KEPT;
 
-/// The time after which the service looks again at a process that has no slice, or that only claims a slice in its environment.
-/// At the last look the directory of the slice may have been missing, or the container may not have been recorded yet.
+/// A process without a certain slice is examined again after this time. At the last examination the directory of its slice may
+/// have been missing, or its container may not have been recorded yet.
 const AGAIN: Duration = Duration::from_secs(60);
 
-/// The time for which the register keeps a client that the log has named and that the control daemon does not list. A control
-/// daemon lists a new client within milliseconds.
+/// The time for which the register has a client that the log names and the control daemon does not list. A control daemon lists
+/// a new client within milliseconds.
 const LISTED_AFTER: Duration = Duration::from_secs(1);
 
-/// A process that is a client, or was a client and may have ended.
-// Each fact is a bool and not the variant of an enum, since no fact excludes another.
+// Each bool is an independent fact, so an enum can't replace the bools.
 #[allow(clippy::struct_excessive_bools)]
 #[derive(Debug, Clone)]
 struct RegisteredClient {
     client: KnownClient,
-    /// True if the service should look at the process as soon as no look at it is under way.
+    /// True if the service should examine the process, as soon as no examination of the process is under way.
     is_wanted: bool,
-    /// True while a look at the process is under way.
     is_looked_at: bool,
-    /// True if the client's slices may have changed since the service read them.
+    /// True if the client's slices may have changed since the last examination.
     may_have_changed: bool,
-    /// The moment at which the last look at the process ended. None before that.
+    /// The end of the last examination. None before the first examination has ended.
     answered: Option<CoreTime>,
-    /// True if a look has found all facts about the client.
+    /// True if an examination has found all facts about the client.
     is_found: bool,
-    /// True if a line of the log has named the process, so that a later line about a new client with the same PID is about
-    /// another process.
+    /// True if a line of the log has named the process. A later line about a new client with the same PID is then about another
+    /// process.
     is_logged: bool,
 }
 
@@ -73,21 +70,19 @@ impl RegisteredClient {
         }
     }
 
-    /// Returns whether the service should look at the process again: the last look was long ago, and found no slice that is
-    /// certain.
+    /// Returns whether the process should be examined again: it was never examined, or a long time ago without a certain slice
+    /// as the result.
     fn is_old(&self, now: CoreTime) -> bool {
         let is_certain = self.client.slices.as_ref().is_some_and(|its| its.known_by.is_certain());
         self.answered.is_none_or(|at| !is_certain && now >= at + AGAIN)
     }
 }
 
-/// A client of a control daemon, since a line of the log or a list of the control daemon has named it.
 #[derive(Debug, Clone)]
 struct ServedClient {
     since: CoreTime,
     /// True if a fatal GPU error has ended the client's work.
     is_hit: bool,
-    /// The GPUs that the client is known to use.
     gpus: BTreeSet<GpuUuid>,
 }
 
@@ -97,19 +92,17 @@ impl ServedClient {
     }
 }
 
-/// The clients of all control daemons. `clients` has the processes, by PID.
 #[derive(Debug, Clone, Default)]
 pub struct Register {
     clients: BTreeMap<u32, RegisteredClient>,
-    /// The PIDs of each control daemon's clients. A PID stays until the log or a list says that the client has left.
+    /// The PIDs of each control daemon's clients. A PID stays until the log or a list shows that the client has ended.
     served: BTreeMap<DaemonId, BTreeMap<u32, ServedClient>>,
 }
 
 impl Register {
-    /// Records that the log reports a new client of a control daemon. `running` is the process that has the PID now. If the
-    /// process has ended already, the client is the process that the register has as a client at work under this PID, or a
-    /// process that a look has found before the log's line was read. If the register knows no such process, the client stays
-    /// unknown.
+    /// Records that the log reports a new client of a control daemon. `running` is the process that has the PID now. It is None
+    /// if the process has already ended. The client is then the client at work with this PID, or a process that was examined
+    /// before the line was read. Otherwise the client stays unknown.
     pub fn came(&mut self, daemon: &DaemonId, pid: u32, running: Option<ProcessId>, now: CoreTime) {
         let served = self.served.entry(daemon.clone()).or_default();
         if served.len() >= MOST {
@@ -126,7 +119,8 @@ impl Register {
         self.note_line_of(pid);
     }
 
-    /// Records that the log reports the end of a client. The register keeps the process: a message about its end may follow.
+    /// Records that the log reports the end of a client. The process stays in the register, since a message about its end may
+    /// follow.
     pub fn left(&mut self, daemon: &DaemonId, pid: u32) {
         if let Some(served) = self.served.get_mut(daemon) {
             served.remove(&pid);
@@ -140,8 +134,8 @@ impl Register {
         }
     }
 
-    /// Records that a fatal GPU error has ended the work of a client. `running` is the process that has the PID now, if there
-    /// is one: the line that reported the client's start may have been lost.
+    /// Records that a fatal GPU error has ended the work of a client. `running` is the process that has the PID now, if any.
+    /// The service examines this process, since the line about the client's start may have been lost.
     pub fn hit(&mut self, daemon: &DaemonId, pid: u32, running: Option<ProcessId>, now: CoreTime) {
         if let Some(client) = self.served.get_mut(daemon).and_then(|served| served.get_mut(&pid)) {
             client.is_hit = true;
@@ -155,8 +149,8 @@ impl Register {
         self.served.remove(daemon);
     }
 
-    /// Records the list of clients that a control daemon has given, with the GPUs that each client is known to use. Lines of
-    /// the log about these clients may have been lost, or an earlier service may have read them.
+    /// Records the clients that a control daemon lists, each with the GPUs that it is known to use. The list is more complete
+    /// than the log: lines may have been lost, or an earlier process of the service may have read them.
     pub fn listed(
         &mut self,
         daemon: &DaemonId,
@@ -179,7 +173,7 @@ impl Register {
         self.want(listed.into_keys(), now);
     }
 
-    /// The clients of all control daemons: the control daemon, the process, and the GPUs that the client is known to use.
+    /// The clients of all control daemons, each with its control daemon, its process, and the GPUs that it is known to use.
     pub fn served(&self) -> Vec<(DaemonId, ProcessId, BTreeSet<GpuUuid>)> {
         let all = self.served.iter().flat_map(|(daemon, served)| served.iter().map(move |one| (daemon, one)));
         let known = all.filter_map(|(daemon, (pid, client))| {
@@ -188,19 +182,18 @@ impl Register {
         known.collect()
     }
 
-    /// Returns whether a control daemon has clients according to the register.
     pub fn has_clients(&self, daemon: &DaemonId) -> bool {
         self.served.get(daemon).is_some_and(|served| !served.is_empty())
     }
 
-    /// The PIDs of those clients of a control daemon that no fatal GPU error has hit.
+    /// The PIDs of a control daemon's clients, except for clients that a fatal GPU error has hit.
     pub fn at_work(&self, daemon: &DaemonId) -> Vec<u32> {
         let served = self.served.get(daemon).into_iter().flatten();
         served.filter(|(_, client)| !client.is_hit).map(|(pid, _)| *pid).collect()
     }
 
-    /// Asks for a look at these running processes. A process whose slices are certain, or at which the service has looked
-    /// recently, is left out.
+    /// Requests an examination of these running processes. A process is skipped if its slices are certain, or if it was
+    /// examined recently.
     pub fn want(&mut self, processes: impl IntoIterator<Item = ProcessId>, now: CoreTime) {
         for process in processes {
             if let Some(entry) = self.entry_or_new(process) {
@@ -209,8 +202,8 @@ impl Register {
         }
     }
 
-    /// Asks for a look at these running processes, even if their slices are known. While a look at a process is under way, no
-    /// second look at it is asked for.
+    /// Requests an examination of these running processes, even if their slices are known. A process that is being examined is
+    /// skipped.
     pub fn want_anew(&mut self, processes: impl IntoIterator<Item = ProcessId>) {
         for process in processes {
             if let Some(entry) = self.entry_or_new(process) {
@@ -219,7 +212,7 @@ impl Register {
         }
     }
 
-    /// The register's entry of a running process, made if it is missing. None if the register is full.
+    /// The entry of a running process. A missing entry is made. None if the register is full.
     fn entry_or_new(&mut self, process: ProcessId) -> Option<&mut RegisteredClient> {
         let has_room = self.clients.len() < MOST;
         match self.clients.entry(process.pid) {
@@ -236,19 +229,18 @@ impl Register {
         }
     }
 
-    /// Asks for another look at every client, since the slices of clients may have changed.
+    /// Requests another examination of every client, since the slices of clients may have changed.
     pub fn look_again(&mut self) {
         for entry in self.clients.values_mut() {
             (entry.is_wanted, entry.may_have_changed) = (true, true);
         }
     }
 
-    /// Returns whether the service should begin a look at processes now.
     pub fn wants_look(&self) -> bool {
         self.clients.values().any(|entry| entry.is_wanted && !entry.is_looked_at)
     }
 
-    /// Begins a look, and returns the processes to look at. The caller reports the result for each process with
+    /// Begins an examination, and returns the processes to examine. The caller must report the result for each process with
     /// [`Register::answer`].
     pub fn begin_look(&mut self) -> Vec<ProcessId> {
         let due = self.clients.values_mut().filter(|entry| entry.is_wanted && !entry.is_looked_at);
@@ -268,9 +260,10 @@ impl Register {
         }
     }
 
-    /// Records the result of a look at a process. None means that the process has ended meanwhile, or that the look has hung; in
-    /// both cases the known facts stay. A look that finds no slice does not remove the known slices, since a process that is just
-    /// ending has no environment any more. Returns whether the result is new.
+    /// Records the result of an examination. None means that the process has ended, or that the examination has hung; the known
+    /// facts then stay. A result without slices does not remove the known slices, since a process that is just ending has no
+    /// environment any more. The known slices are removed only if [`Register::look_again`] has reported that slices may have
+    /// changed. Returns whether the result is new.
     pub fn answer(&mut self, process: ProcessId, found: Option<KnownClient>, now: CoreTime) -> bool {
         let Some(entry) = self.entry(process) else { return false };
         (entry.is_looked_at, entry.answered) = (false, Some(now));
@@ -279,8 +272,8 @@ impl Register {
         let found = KnownClient { slices: found.slices.or(before), ..found };
         let is_news = !entry.is_found || entry.client != found;
         entry.client = found;
-        // If `is_wanted` asks for another look, the flag `may_have_changed` stays, since the slices may have changed after this
-        // look began.
+        // If another examination is already requested, `may_have_changed` stays true, since the slices may have changed after
+        // this examination began.
         entry.may_have_changed &= entry.is_wanted;
         entry.is_found = true;
         is_news
@@ -290,19 +283,19 @@ impl Register {
         self.clients.get_mut(&process.pid).filter(|entry| entry.client.process == process)
     }
 
-    /// The last client with this PID. The process of that client may have ended.
+    /// The last client with this PID. Its process may have ended.
     pub fn get(&self, pid: u32) -> Option<&KnownClient> {
         self.clients.get(&pid).map(|entry| &entry.client)
     }
 
-    /// Returns whether a look at this process has found its slices and all other facts of the register.
+    /// Returns whether an examination of this process has found all facts.
     pub fn has_found(&self, process: ProcessId) -> bool {
         let entry = self.clients.get(&process.pid).filter(|entry| entry.client.process == process);
         entry.is_some_and(|entry| entry.is_found)
     }
 
-    /// The last client with this PID, as text. The command is quoted, since a tenant chooses it and could make it look like
-    /// another client.
+    /// Describes the last client with this PID. The command is quoted, since a tenant chooses it and could imitate the
+    /// description of another client.
     pub fn describe(&self, pid: u32) -> String {
         match self.get(pid).filter(|client| client.user.is_some()) {
             Some(client) => format!("{client}, command {:?}", client.command),
@@ -310,13 +303,11 @@ impl Register {
         }
     }
 
-    /// Returns whether the register has so many clients that clients that have ended should be removed.
     pub fn is_full(&self) -> bool {
         self.clients.len() >= KEPT
     }
 
-    /// Removes clients that have ended, the oldest first, if the register has many clients. `runs` returns whether a process
-    /// still runs.
+    /// If the register is full, removes clients that have ended, the oldest first. `runs` returns whether a process still runs.
     pub fn make_room(&mut self, runs: impl Fn(ProcessId) -> bool) {
         if !self.is_full() {
             return;
@@ -334,7 +325,6 @@ impl Register {
         }
     }
 
-    /// The processes of all clients in the register.
     pub fn processes(&self) -> Vec<ProcessId> {
         self.clients.values().map(|entry| entry.client.process).collect()
     }
@@ -360,7 +350,6 @@ mod tests {
         KnownClient { user: Some(user.to_owned()), slices, ..KnownClient::only(process) }
     }
 
-    /// A register that knows only this client.
     fn register_with(known: KnownClient) -> Register {
         let mut register = Register::default();
         register.came(&DaemonId::Shared, known.process.pid, Some(known.process), NOW);
@@ -377,10 +366,10 @@ mod tests {
         register.make_room(|_| false);
         let words = "PID 7 of user alice, slice 00:06.0-1, command \"\"";
         assert_eq!(register.describe(7), words);
-        // A new process with the same PID replaces the client, and nothing that was known of the client counts for it.
+        // A new process with the same PID replaces the client. No fact about the old client counts for the new process.
         register.came(&DaemonId::Shared, 7, Some(process(7, 2)), NOW);
         assert_eq!(register.describe(7), "PID 7 of an unknown user");
-        // The answer about the former process changes nothing for the new process.
+        // An answer about the old process changes nothing for the new process.
         _ = register.answer(one.process, Some(one), NOW);
         assert_eq!(register.describe(7), "PID 7 of an unknown user");
         assert_eq!(register.begin_look(), [process(7, 2)]);
@@ -397,7 +386,7 @@ mod tests {
         assert_eq!(register.describe(7), "PID 7 of an unknown user");
         register.all_left(&DaemonId::Shared);
         assert_eq!(register.at_work(&DaemonId::Shared), [] as [u32; 0]);
-        // Here a look at the process has found the client before its line in the log was read.
+        // A process may be examined before its line in the log is read.
         register.want([process(8, 1)], NOW);
         register.begin_look();
         _ = register.answer(process(8, 1), Some(client(process(8, 1), "bob", None)), NOW);
@@ -423,7 +412,7 @@ mod tests {
         register.listed(shared, listed(&[process(8, 2), process(9, 1)]), later);
         let served: Vec<ProcessId> = register.served().into_iter().map(|(_, process, _)| process).collect();
         assert_eq!(served, [process(8, 2), process(9, 1)], "another process has the PID of one");
-        // If the list does not name the GPUs of a client, the GPUs that are known stay.
+        // A list without the GPUs of a client does not remove the known GPUs.
         register.listed(shared, [(process(9, 1), BTreeSet::new())].into(), later + LISTED_AFTER);
         assert_eq!(
             register.served(),
@@ -456,12 +445,12 @@ mod tests {
         register.first_answer(client(its, "alice", None));
         _ = register.answer(its, None, NOW);
         assert_eq!(slices(&register), Some(slice("00:06.0-1", KnownBy::Environment)));
-        // After a report that another control group was bound to the slice, the look removes the slice from the client.
+        // After a call of `look_again`, an examination can remove a slice.
         register.look_again();
         register.begin_look();
         _ = register.answer(its, Some(client(its, "alice", None)), NOW);
         assert_eq!(slices(&register), None);
-        // Without such a report, a look does not remove a slice that was known.
+        // Without a call of `look_again`, an examination does not remove a known slice.
         register.want_anew([its]);
         register.begin_look();
         _ = register.answer(its, Some(client(its, "alice", Some(slice("00:06.0-2", KnownBy::Bound)))), NOW);

@@ -1,6 +1,5 @@
-//! The blockers of a running control daemon: a blocker prevents the control daemon from serving its order. The kind of a
-//! blocker decides which part of the code clears it and which state is shown. This file asks no process and no clock.
-//! `docs/architecture.md` has the diagram.
+//! The blockers of a running control daemon: the reasons why it does not serve its order. The kind of a blocker decides which
+//! part of the code clears it, and which state is published. `docs/architecture.md` has the diagram.
 
 use alloc::format;
 use alloc::string::String;
@@ -11,51 +10,47 @@ use super::fault::Fault;
 use crate::CoreTime;
 use crate::view::{ControlDaemonState, DaemonView};
 
-/// After this number of checks in a row without an answer, a control daemon counts as hung.
+/// A control daemon that does not answer this number of checks in a row counts as hung.
 const MISSES: u32 = 5;
 
-/// Something that prevents a running control daemon from serving its order. [`Blocker::cleared_by`] says which part of the code
-/// clears it.
+/// A reason why a running control daemon does not serve its order. [`Blocker::cleared_by`] says which part of the code clears
+/// the blocker.
 #[derive(Debug)]
 pub(super) enum Blocker {
-    /// A server met a fatal GPU error. Healing clears this blocker when the server has recovered or has ended.
+    /// A fatal GPU error has hit a server. The blocker is cleared when the server has recovered or has ended.
     Faulted(Fault),
-    /// Another control daemon, with this PID, answers in the directory of the service's control daemon. A check clears this
-    /// blocker when the service's own control daemon answers in the directory again.
+    /// Another control daemon, with this PID, answers in the control daemon's directory. The blocker is cleared when the
+    /// service's own control daemon answers there again.
     PlaceTaken(u32),
-    /// The pipe directory was removed or replaced. A check clears this blocker when the control daemon can be reached.
+    /// The pipe directory was removed or replaced. The blocker is cleared when the control daemon can be reached.
     DirectoryGone(String),
-    /// The control daemon has missed so many checks that the service ends it once it has no clients. An answer clears this
-    /// blocker.
+    /// The control daemon has not answered `looks` checks in a row, so the service ends it once it has no clients. An answer
+    /// clears the blocker.
     Hung { looks: u32, error: String },
-    /// The control daemon has missed this number of checks in a row. An answer clears this blocker.
+    /// The control daemon has not answered `looks` checks in a row. An answer clears the blocker.
     Silent { looks: u32, error: String },
-    /// Not every user can reach the control daemon's socket. A check clears this blocker when clients of every user can reach the
-    /// socket.
+    /// Some users can't reach the control daemon's socket. The blocker is cleared when clients of every user can reach it.
     BadDirectory(String),
-    /// The server has ended, and the next one starts at the moment `revive_at`. Starting a server clears this blocker.
+    /// The server has ended, and the next server starts at the moment `revive_at`. The start of a server clears the blocker.
     ServerEnded { reason: String, revive_at: CoreTime },
-    /// The order needs another control daemon than the running one. An order that the running one can serve clears this
-    /// blocker.
+    /// The order needs another control daemon than the running one. An order that the running control daemon can serve clears
+    /// the blocker.
     Misfit(String),
 }
 
-/// The part of the code that clears a blocker. No other part of the code clears the blocker. The first variant has the gravest
-/// blockers.
+/// The part of the code that clears a blocker. The first variant has the gravest blockers.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub(super) enum ClearedBy {
     Healing,
-    /// The first part of each check: it finds out which process answers in the control daemon's directory.
+    /// The first part of each health check: it finds out which process answers in the control daemon's directory.
     Look,
-    /// The second part of each check: it looks at the directories.
+    /// The second part of each health check: it examines the directories.
     Access,
     Revival,
-    /// The comparison of the order with the running control daemon.
     Order,
 }
 
 impl Blocker {
-    /// The blocker of a control daemon that has not answered one check.
     pub(super) fn no_answer(error: String) -> Self {
         Self::unanswered(1, error)
     }
@@ -64,7 +59,6 @@ impl Blocker {
         if looks < MISSES { Self::Silent { looks, error } } else { Self::Hung { looks, error } }
     }
 
-    /// The part of the code that clears this blocker.
     pub(super) fn cleared_by(&self) -> ClearedBy {
         match self {
             Self::Faulted(_) => ClearedBy::Healing,
@@ -77,7 +71,6 @@ impl Blocker {
         }
     }
 
-    /// Returns whether the service ends a control daemon with this blocker as soon as the control daemon has no client.
     fn ends_when_idle(&self) -> bool {
         match self {
             Self::PlaceTaken(_)
@@ -89,7 +82,6 @@ impl Blocker {
         }
     }
 
-    /// The reason to show for this blocker, in words.
     fn describe(&self) -> String {
         match self {
             Self::Faulted(fault) => fault.reason(),
@@ -108,18 +100,16 @@ impl Blocker {
     }
 }
 
-/// The result of a check, compared with the check before.
 #[derive(Debug, PartialEq, Eq)]
 pub(super) enum Change {
-    /// The check has found nothing that needs a report.
     None,
-    /// The control daemon has not answered this check, and had answered the check before.
+    /// The control daemon has answered the check before, but not this check.
     FirstMiss,
-    /// The control daemon answers again. The control daemon may have missed commands while it did not answer.
+    /// The control daemon answers again. It may have missed commands while it did not answer.
     AnswersAgain,
 }
 
-/// The present blockers of a control daemon, the gravest first: at most one of each kind, but one for each bad directory.
+/// The present blockers, the gravest first. Each kind of blocker appears once, except for bad directories.
 #[derive(Debug, Default)]
 pub(super) struct Blockers(Vec<Blocker>);
 
@@ -137,7 +127,6 @@ impl Blockers {
         self.0.insert(place, blocker);
     }
 
-    /// Removes the blockers that one part of the code clears. Each part of the code removes only its own blockers.
     pub(super) fn clear(&mut self, by: ClearedBy) {
         self.0.retain(|one| one.cleared_by() != by);
     }
@@ -150,13 +139,12 @@ impl Blockers {
         self.0.iter().filter(move |one| one.cleared_by() == by)
     }
 
-    /// The blockers that one part of the code clears, in words.
     fn describe(&self, by: ClearedBy) -> String {
         self.all_cleared_by(by).map(Blocker::describe).collect::<Vec<_>>().join("; ")
     }
 
-    /// Records the result of the first part of a check. `look` is None if the service's control daemon answers in its directory,
-    /// as it should.
+    /// Records the result of the first part of a health check. `look` is None if the service's own control daemon answers in
+    /// its directory, as it should.
     pub(super) fn observe(&mut self, look: Option<Blocker>) -> Change {
         let before = self.0.extract_if(.., |one| one.cleared_by() == ClearedBy::Look).next();
         let change = match (&look, &before) {
@@ -169,8 +157,8 @@ impl Blockers {
                 Some(Blocker::Silent { error, .. }),
                 Some(Blocker::Silent { looks, .. } | Blocker::Hung { looks, .. }),
             ) => Some(Blocker::unanswered(looks + 1, error)),
-            // `graver` ends the control daemon once it has no client. Another check without an answer does not replace the
-            // blocker `graver`.
+            // A graver blocker already makes the service end the control daemon once it has no client. A missing answer does
+            // not replace the graver blocker.
             (Some(Blocker::Silent { .. }), Some(graver)) => Some(graver),
             (found, _) => found,
         };
@@ -180,17 +168,15 @@ impl Blockers {
         change
     }
 
-    /// Returns whether the last check has found a blocker.
     pub(super) fn has_failed_check(&self) -> bool {
         self.is_unreached() || self.has(ClearedBy::Access)
     }
 
-    /// Returns whether the control daemon does not answer.
     pub(super) fn is_silent(&self) -> bool {
         self.0.iter().any(|one| matches!(one, Blocker::Silent { .. } | Blocker::Hung { .. }))
     }
 
-    /// Returns whether commands can't reach the control daemon: at the last check another control daemon has answered in its
+    /// Returns whether commands can't reach the control daemon: at the last check, another control daemon has answered in its
     /// directory, or no process has answered.
     pub(super) fn is_unreached(&self) -> bool {
         self.has(ClearedBy::Look)
@@ -210,8 +196,8 @@ impl Blockers {
         })
     }
 
-    /// The time at which the next server should be started, and the reason why the last server has ended. None if no server has
-    /// to be started.
+    /// The time at which the next server should start, and the reason why the last server has ended. None if no start is
+    /// planned.
     pub(super) fn revival(&self) -> Option<(CoreTime, &str)> {
         self.0.iter().find_map(|one| match one {
             Blocker::ServerEnded { reason, revive_at } => Some((*revive_at, reason.as_str())),
@@ -219,20 +205,19 @@ impl Blockers {
         })
     }
 
-    /// Returns whether a blocker ends the control daemon as soon as the control daemon has no client.
     pub(super) fn ends_when_idle(&self) -> bool {
         self.0.iter().any(Blocker::ends_when_idle)
     }
 
-    /// The reason why the service ends the control daemon as soon as it has no client. None if no blocker ends the control
-    /// daemon.
+    /// The reason why the service ends the control daemon once it has no client. None if the service does not end it.
     pub(super) fn why_it_ends(&self) -> Option<String> {
         let blocker = self.0.iter().rev().find(|blocker| blocker.ends_when_idle())?;
         Some(self.describe(blocker.cleared_by()))
     }
 
-    /// Shows the state of a running control daemon. While the control daemon is on its way to its order, the shown state stays.
-    /// `clients_unknown` is the reason why the service does not know if the control daemon has clients.
+    /// Publishes the state of a running control daemon. The published state does not change while the control daemon is on the
+    /// way to its order without a blocker. `clients_unknown` is the reason why the service can't find out if the control daemon
+    /// has clients.
     pub(super) fn show(&self, view: &mut DaemonView, progress: Progress, clients_unknown: Option<&str>) {
         let Progress { configured, in_place, leads, retiring } = progress;
         (view.ends_when_idle, view.retiring) = (self.ends_when_idle(), retiring);
@@ -293,8 +278,7 @@ impl Blockers {
     }
 }
 
-/// The steps that a control daemon has reached on the way to serving its order.
-// Each fact is a bool and not the variant of an enum, since no fact excludes another.
+// Each bool is an independent fact, so an enum can't replace the bools.
 #[allow(clippy::struct_excessive_bools)]
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Progress {
@@ -302,9 +286,8 @@ pub(super) struct Progress {
     pub(super) configured: bool,
     /// True if the control daemon has the pipe directory of the order.
     pub(super) in_place: bool,
-    /// True if new programs reach the control daemon through its links.
+    /// True if new programs can reach the control daemon through its links.
     pub(super) leads: bool,
-    /// True if the control daemon ends once it has no clients.
     pub(super) retiring: bool,
 }
 
@@ -342,7 +325,8 @@ mod tests {
         Blocker::ServerEnded { reason: "server 9 has ended".to_owned(), revive_at: NOW }
     }
 
-    /// The view of a control daemon with these blockers. Its state is `Stopping` if the blockers do not change the state.
+    /// The view of a control daemon with these blockers. The view begins in the state `Stopping`, which shows if the blockers
+    /// do not change the state.
     fn view(blockers: &Blockers, progress: Progress) -> DaemonView {
         let mut view = DaemonView { state: ControlDaemonState::Stopping, ..DaemonView::default() };
         blockers.show(&mut view, progress, None);
@@ -415,7 +399,7 @@ mod tests {
         assert!(!all.has(ClearedBy::Access) && all.has(ClearedBy::Order));
     }
 
-    /// A hung control daemon may have a bad directory too. The service must still know that no command reaches the control
+    /// A hung control daemon may have a bad directory too. The service must then still know that no command reaches the control
     /// daemon.
     #[test]
     fn a_bad_directory_hides_no_silence() {

@@ -1,4 +1,4 @@
-//! Finds processes that use the GPUs of a control daemon without its servers. Nothing limits such a process.
+//! Finds processes that use the GPUs of a control daemon without its servers. No limit applies to these processes.
 
 use alloc::collections::{BTreeMap, BTreeSet};
 use core::time::Duration;
@@ -6,18 +6,18 @@ use core::time::Duration;
 use crate::terms::ProcessId;
 use crate::{CoreTime, GpuUuid};
 
-/// The shortest time between the two looks that confirm a bypass. NVML and the control daemon do not learn of a client's start
-/// and end at the same moment, and NVML lists a process until the driver has taken its memory back.
+/// The shortest time between the two scans that confirm a bypass. One scan is not enough: NVML and the control daemon learn of
+/// a client's start and end at different moments. NVML also lists an ended process until the driver has freed its memory.
 pub const CONFIRM_AFTER: Duration = Duration::from_secs(1);
 
-/// The processes that the last look has found on each GPU. Each process has the time at which a look has first found the process,
-/// and true if a second look has confirmed the process. These processes stay known when the control daemon is replaced.
+/// The processes that the last scan has found on each GPU. The value has the time of the first scan that has found the process,
+/// and true if a second scan has confirmed the process. The record stays when the control daemon is replaced.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub(super) struct Bypasses(BTreeMap<(GpuUuid, ProcessId), (CoreTime, bool)>);
 
 impl Bypasses {
-    /// Records the processes that a look has found. Returns the moment from which the next look can confirm a process. None if
-    /// no process is still to be confirmed.
+    /// Records the processes that a scan has found. Returns the moment from which another scan can confirm a process. None if
+    /// every process is confirmed.
     pub(super) fn confirm(
         &mut self,
         found: BTreeSet<(GpuUuid, ProcessId)>,
@@ -34,7 +34,7 @@ impl Bypasses {
         unconfirmed.map(|(since, _)| *since + CONFIRM_AFTER).min()
     }
 
-    /// The processes on a GPU that two looks have found.
+    /// The processes on a GPU that a second scan has confirmed.
     pub(super) fn confirmed(&self, gpu: &str) -> BTreeSet<ProcessId> {
         let confirmed = self.0.iter().filter(|((on, _), (_, confirmed))| on == gpu && *confirmed);
         confirmed.map(|((_, process), _)| *process).collect()
@@ -63,7 +63,7 @@ mod tests {
         let soon = start + CONFIRM_AFTER / 2;
         let later = start + CONFIRM_AFTER;
         assert_eq!(found.confirm(bypasses(&[1, 2]), start), Some(later));
-        // Process 1 has ended at once, process 2 is still too new, and process 3 has just started.
+        // Process 1 has ended, process 2 is known for too short a time, and process 3 is new.
         assert_eq!(found.confirm(bypasses(&[2, 3]), soon), Some(later));
         assert_eq!(confirmed(&found), []);
         assert_eq!(found.confirm(bypasses(&[2, 3]), later), Some(soon + CONFIRM_AFTER));

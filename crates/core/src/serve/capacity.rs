@@ -1,4 +1,4 @@
-//! Counts the clients on each GPU. A full GPU still serves its clients; only a further client gets CUDA error 46.
+//! Counts the clients on each GPU. A full GPU still serves its clients. Only a further client gets CUDA error 46.
 
 use alloc::collections::{BTreeMap, BTreeSet};
 use alloc::format;
@@ -14,42 +14,40 @@ use crate::CoreTime;
 use crate::mps::{Client, Meaning};
 use crate::terms::ServedGpu;
 
-/// The pause between a client's end and the next count. For a moment the control daemon still lists a client that has ended.
+/// The pause between the end of a client and the next count, since the control daemon still lists an ended client for a moment.
 pub(super) const CLIENT_LEFT_PAUSE: Duration = Duration::from_millis(200);
 
-/// The time between two counts of a full GPU's clients. The control daemon's log reports most ends of clients at once.
+/// The time between two counts of the clients on a full GPU. Usually a line in the log reports the end of a client earlier.
 const PERIOD: Duration = Duration::from_secs(5);
 
-/// The service's belief in the last line of the log that reports a refused client.
+/// The state of the last line in the log that reports a refused client.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 enum Refusal {
-    /// No client was refused since a client has last left.
+    /// No client was refused since a client has last ended.
     #[default]
     None,
-    /// A server has refused a client, since it has as many clients as this number.
+    /// A server has refused a client, since the server already had this number of clients.
     Believed(u32),
-    /// The line about a refused client does not count any more, since a later count has found fewer clients: clients have left
-    /// without a line in the log, or another program had written the line.
+    /// The line does not count any more, since a later count has found fewer clients. Clients have ended without a line in the
+    /// log, or another program has forged the line.
     Disbelieved,
 }
 
-/// The full GPUs of a control daemon, and the numbers of clients.
 #[derive(Debug, Default)]
 pub(super) struct Capacity {
     refusal: Refusal,
     /// The number of clients at the last count since a server has refused a client.
     counted: usize,
-    /// The number of clients on each full GPU, by UUID.
+    /// The full GPUs by UUID, each with the number of clients that it can have.
     full: BTreeMap<String, u32>,
-    /// The number of client processes on each GPU for which NVML lists no clients, by UUID.
+    /// The number of client processes on each GPU whose clients NVML does not list, by UUID.
     unlisted: BTreeMap<String, u32>,
-    /// The moment of the next count. None if no count is due.
     pub(super) due: Option<CoreTime>,
 }
 
 impl Capacity {
-    /// Records a line of the log. If NVML lists no clients, only the log reports that a client has come. Returns true if the
-    /// line reports a refused client, and none was refused before.
+    /// Records a line of the log. If NVML does not list the clients of a GPU, only the log reports new clients. Returns true if
+    /// the line reports a refused client and no client was refused before.
     pub(super) fn observe(&mut self, meaning: &Meaning, gpus: &[ServedGpu], now: CoreTime) -> bool {
         let unlisted = gpus.iter().any(|gpu| !gpu.clients_listed);
         match meaning {
@@ -62,7 +60,7 @@ impl Capacity {
                 self.set_due(now + CLIENT_LEFT_PAUSE);
                 false
             }
-            // The clients of a server that ends go with it, without lines of their own in the log.
+            // The clients of a server end with it, without lines of their own in the log.
             Meaning::ClientLeft(_) | Meaning::ServerExited { .. } => {
                 self.some_left(gpus, now);
                 false
@@ -71,7 +69,6 @@ impl Capacity {
         }
     }
 
-    /// Records that one client has left, or all clients of a server.
     pub(super) fn some_left(&mut self, gpus: &[ServedGpu], now: CoreTime) {
         let unlisted = gpus.iter().any(|gpu| !gpu.clients_listed);
         if unlisted || self.refusal != Refusal::None || !self.full.is_empty() {
@@ -84,7 +81,7 @@ impl Capacity {
         self.due = Some(self.due.map_or(at, |before| before.min(at)));
     }
 
-    /// Asks for a count if NVML lists as many clients as a GPU can hold, or lists no clients at all.
+    /// Requests a count if NVML lists as many clients as a GPU can have, or does not list the clients of a GPU.
     pub(super) fn suspect(&mut self, gpus: &[ServedGpu], there: &ProcessesOnGpus, now: CoreTime) {
         let many = |gpu: &ServedGpu| {
             let there = there.get(&gpu.uuid).into_iter().flatten();
@@ -95,7 +92,7 @@ impl Capacity {
         }
     }
 
-    /// The reason, in words, why a GPU takes no more clients; empty while the GPU takes clients.
+    /// The reason why a GPU takes no more clients, in words. Empty while the GPU takes clients.
     pub(super) fn full(&self, uuid: &str) -> String {
         let describe = |most: &u32| {
             format!("full: all {most} places for clients are taken; the next client gets CUDA error 46")
@@ -103,21 +100,20 @@ impl Capacity {
         self.full.get(uuid).map(describe).unwrap_or_default()
     }
 
-    /// The number of clients at the last count, on a GPU for which NVML lists no clients. None before a count.
+    /// The number of clients at the last count, on a GPU whose clients NVML does not list. None before the first count.
     pub(super) fn unlisted(&self, uuid: &str) -> Option<u32> {
         self.unlisted.get(uuid).copied()
     }
 
-    /// Counts the clients of a control daemon on each GPU. Returns the GPUs that have become full, with true, and the GPUs that
-    /// are not full any more, with false.
+    /// Counts the clients on each GPU. Returns the GPUs that have become full, with true, and the GPUs that are no longer full,
+    /// with false.
     fn count(&mut self, gpus: &[ServedGpu], clients: &[Client], now: CoreTime) -> Vec<(ServedGpu, bool)> {
         let has_refused = self.refusal != Refusal::None;
         if has_refused && (clients.is_empty() || clients.len() < self.counted) {
             self.refusal = Refusal::Disbelieved;
         }
         self.counted = clients.len();
-        // The log does not say on which GPU the client was refused. If the control daemon has only one GPU, that GPU has
-        // refused the client.
+        // The log does not say which GPU has refused the client. If the control daemon has only one GPU, the GPU is certain.
         let refused_at = match self.refusal {
             Refusal::Believed(capacity) if gpus.len() == 1 => Some(capacity),
             _ => None,
@@ -146,18 +142,17 @@ impl Capacity {
         changed
     }
 
-    /// Sets the moment of the next count. While a GPU is shown as full, the next count follows after [`PERIOD`].
+    /// Sets the moment of the next count. While a GPU is full, the next count follows after [`PERIOD`].
     fn wait(&mut self, now: CoreTime) {
         self.due = (!self.full.is_empty()).then(|| now + PERIOD);
     }
 }
 
 impl<S: Shell> Serving<'_, S> {
-    /// Counts the clients on each GPU. If the control daemon answers, but can't list its clients, the health check handles this
-    /// failure.
+    /// Counts the clients on each GPU. If the control daemon answers but can't list its clients, this function ignores the
+    /// failure, and the health check handles it.
     pub(super) async fn check_capacity(&mut self) -> Result<(), Failure> {
-        // The time of the next count is set before the control daemon is asked for its clients, since the control daemon may not
-        // answer.
+        // The time of the next count is set before the control daemon is asked, since the control daemon may not answer.
         self.run.capacity.wait(self.shell.now());
         let clients = match self.shell.clients(&self.run.servers.alive()).await {
             Ok(clients) => clients,

@@ -16,7 +16,7 @@ use crate::mps::{Client, ServerStatus};
 use crate::terms::GpuProcess;
 
 impl<S: Shell> Serving<'_, S> {
-    /// The health check. The check looks at the answers, servers, limits, compute modes and files of the control daemon.
+    /// Checks the answers, servers, limits, compute modes and files of the control daemon.
     pub(super) async fn check(&mut self) -> Result<Option<Ended>, Failure> {
         self.continue_if_stopped();
         let mut answer = None;
@@ -44,7 +44,7 @@ impl<S: Shell> Serving<'_, S> {
                     let text = format!("control daemon {id} answers again", id = self.wanted.id);
                     self.shell.tell(News::Event, text);
                     self.learn_clients().await;
-                    // A control daemon that did not answer may have missed commands, so it is configured again.
+                    // The control daemon may have missed commands while it did not answer, so it is configured again.
                     return Ok(Some(Ended::Again));
                 }
                 answer = Some(look);
@@ -69,8 +69,8 @@ impl<S: Shell> Serving<'_, S> {
         }
         self.run.capacity.suspect(&self.wanted.gpus, &there, self.shell.now());
         self.reach.keep_modes(&mut self.shell, &self.wanted, &self.run.gpus).await;
-        // After a fatal GPU error, a control daemon's list of clients is not reliable, so clients could look like programs
-        // without MPS.
+        // After a fatal GPU error the control daemon's list of clients may be incomplete, so clients could be taken for
+        // programs without MPS.
         if answer.is_some() && !self.run.blockers.has(ClearedBy::Healing) {
             self.find_bypasses(there).await;
         }
@@ -82,7 +82,8 @@ impl<S: Shell> Serving<'_, S> {
         Ok(None)
     }
 
-    /// Reads the GPUs of the order. A GPU that does not answer must not delay the end of the control daemon.
+    /// Reads the GPUs of the order. If the control daemon ends before a GPU has answered, the result is the failure that
+    /// describes the end.
     pub(super) async fn read_gpus(&mut self) -> Result<ProcessesOnGpus, Failure> {
         match self.reach.look(&mut self.shell, &self.wanted).await {
             Some(there) => Ok(there),
@@ -90,10 +91,10 @@ impl<S: Shell> Serving<'_, S> {
         }
     }
 
-    /// Looks for bypasses on the GPUs of the control daemon. A GPU that is left out does not count: another control daemon may
-    /// have it, with servers and clients of its own. The control daemon is asked for its clients only if a GPU has processes
-    /// besides the known servers. If the control daemon does not list its clients, the bypasses that the last look has found
-    /// stay.
+    /// Searches for bypasses on the GPUs of the control daemon. A GPU that is out of service is skipped, since another control
+    /// daemon may have it, with servers and clients of its own. The control daemon is asked for its clients only if it may have
+    /// clients, or if a GPU has other processes than the known servers. If the control daemon does not list its clients, the
+    /// bypasses of the last search stay.
     pub(super) async fn find_bypasses(&mut self, mut there: ProcessesOnGpus) {
         there.retain(|gpu, _| self.run.gpus.contains(gpu));
         let mut servers: BTreeSet<u32> = self.run.servers.alive().into_iter().collect();
@@ -102,15 +103,15 @@ impl<S: Shell> Serving<'_, S> {
         self.run.bypasses_at = None;
         let are_all_servers = there.values().flatten().all(|process| servers.contains(&process.pid));
         if !are_all_servers || self.shell.has_clients() {
-            // The control daemon is asked for its clients after NVML: the control daemon knows a client before the client appears
-            // on the GPU.
+            // The control daemon knows a client before the client appears on the GPU. The control daemon is therefore asked
+            // after NVML; otherwise a new client could be taken for a bypass.
             let Ok(all) = self.list_clients().await else {
                 self.run.bypasses_at = self.wanted.guard_period.map(|period| self.shell.now() + period);
                 return;
             };
             let listed: BTreeSet<u32> = all.values().flatten().copied().collect();
-            // A client that the register has may be missing from the control daemon's list because of a fatal GPU error, after
-            // which the list is not reliable.
+            // The control daemon's list lacks a client that NVML lists. After a fatal GPU error the list is not reliable, so it
+            // is not used.
             if !clients.is_subset(&listed) && self.is_any_server_faulted().await {
                 return;
             }
@@ -138,9 +139,8 @@ impl<S: Shell> Serving<'_, S> {
         }
     }
 
-    /// Records the clients that the control daemon lists. The list does not count if another control daemon has taken the
-    /// directory, since that control daemon lists its own clients, or after a fatal error, since the list is then not
-    /// reliable.
+    /// Records the clients that the control daemon lists. The list is ignored if another control daemon has taken the
+    /// directory, since it lists its own clients. The list is also ignored after a fatal GPU error, since it may be incomplete.
     pub(super) fn list_is(&mut self, clients: &[Client]) {
         if !self.listens_in_place() || self.run.blockers.has(ClearedBy::Healing) {
             return;
@@ -153,29 +153,29 @@ impl<S: Shell> Serving<'_, S> {
         self.shell.clients_are(listed);
     }
 
-    /// Updates the state file for the next service, which takes the control daemon over. If the order needs another control
-    /// daemon, a log that can't be written does not matter.
+    /// Updates the state file, with which the next process of the service takes the control daemon over. If the order needs
+    /// another control daemon anyway, the service does not report that the log can't be written.
     pub(super) fn keep_state_file(&mut self) {
-        // The fault is reported before the state file says that the log's lines about the fault were read: the next service
-        // reports only later lines.
+        // The clients that were hit must be reported before the state file records that the log's lines were read. The next
+        // process of the service reports only later lines.
         self.tell_fault();
         self.shell.keep_state_file(!self.run.blockers.has(ClearedBy::Order));
     }
 
-    /// Leaves the control daemon to the next service.
+    /// Prepares the control daemon for the next process of the service, which takes it over.
     pub fn leave(&mut self) {
         self.keep_state_file();
     }
 
-    /// Records that the control daemon lives, but that its sockets were removed. The control daemon can't make its sockets
+    /// Records that the control daemon runs, but that its sockets were removed. The control daemon can't make its sockets
     /// again.
     pub(super) fn is_unreachable(&mut self, error: String) {
         self.run.blockers.observe(Some(Blocker::DirectoryGone(error)));
         self.show_state();
     }
 
-    /// Returns whether another control daemon answers in the directory of this control daemon. No command must be sent to a
-    /// directory that another control daemon has taken, since the other control daemon would get the command.
+    /// Returns whether another control daemon answers in this control daemon's directory. The service must then send no command
+    /// there, since the other control daemon would get the command.
     pub(super) fn place_is_taken(&mut self) -> bool {
         let own = self.shell.pid();
         let other = self.shell.listener().filter(|listener| *listener != own);
@@ -185,15 +185,16 @@ impl<S: Shell> Serving<'_, S> {
         other.is_some()
     }
 
-    /// Makes sure that clients of every user can reach the control daemon's socket.
+    /// Makes sure that clients of every user can reach the control daemon's socket. Each directory that some users can't pass
+    /// becomes a blocker.
     pub(super) fn let_users_in(&mut self) {
         for bad in self.shell.let_users_in() {
             self.run.blockers.put(Blocker::BadDirectory(bad));
         }
     }
 
-    /// Compares the limits that the servers have written to the log with the order. Returns true if a limit in the log differs
-    /// from the order.
+    /// Publishes the servers and their limits, and compares the limits in the log with the order. Returns true if a limit
+    /// differs.
     pub(super) fn compare_servers(&mut self) -> bool {
         let run = &*self.run;
         let limits = run.limits(&self.wanted);
@@ -221,7 +222,6 @@ impl<S: Shell> Serving<'_, S> {
         difference.is_some()
     }
 
-    /// Shows the state of the control daemon.
     pub(super) fn show_state(&mut self) {
         let run = &mut *self.run;
         let progress = Progress {

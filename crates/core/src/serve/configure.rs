@@ -13,10 +13,9 @@ use super::servers::{SERVER_PAUSE, SERVER_TIMEOUT};
 use super::shell::{Failure, Shell};
 use crate::mps::Limits;
 
-/// The longest time that a new control daemon has until it listens. Measured: 20 ms.
+/// The longest time until a new control daemon listens. Measured: 20 ms.
 const LISTEN_TIMEOUT: Duration = Duration::from_secs(10);
 
-/// The longest pause between two checks of a new control daemon that does not listen yet.
 const LISTEN_PAUSE: Duration = Duration::from_millis(5);
 
 impl<S: Shell> Serving<'_, S> {
@@ -38,13 +37,13 @@ impl<S: Shell> Serving<'_, S> {
         Ok(())
     }
 
-    /// Carries out the order with the running control daemon, as far as that is possible without ending a client.
+    /// Carries out the order with the running control daemon, as far as possible without ending a client.
     pub(super) async fn configure(&mut self) -> Result<(), Failure> {
         if self.run.blockers.is_unreached() {
             self.show_state();
             return Ok(());
         }
-        // A control daemon that a signal has stopped would not answer, so it is continued first.
+        // A control daemon that a signal has stopped can't answer, so the service continues it first.
         self.continue_if_stopped();
         self.find_misfit();
         if self.place_is_taken() {
@@ -53,15 +52,15 @@ impl<S: Shell> Serving<'_, S> {
         }
         self.let_users_in();
         if self.wanted.retiring {
-            // A retiring control daemon keeps its limits until it ends: a new client gets the same limits as the present
-            // clients.
+            // A retiring control daemon has the same limits until it ends, so that a new client gets the same limits as the
+            // present clients.
             self.show_state();
             return Ok(());
         }
         let limits = self.limits();
         self.put_in_force(&limits).await?;
-        // If another control daemon has taken the pipe directory meanwhile, the commands may have set the limits of that
-        // control daemon.
+        // If another control daemon has taken the pipe directory in the meantime, the commands may have set the limits of that
+        // control daemon instead.
         if self.place_is_taken() {
             self.show_state();
             return Ok(());
@@ -75,8 +74,8 @@ impl<S: Shell> Serving<'_, S> {
             }
         });
         self.run.configured = true;
-        // The first look for programs without MPS happens at once: programs may have used a GPU before the control daemon
-        // started.
+        // Programs without MPS may have used a GPU before the control daemon started, so the first search for them is due at
+        // once.
         self.run.bypasses_at = Some(self.shell.now());
         self.compare_servers();
         self.keep_state_file();
@@ -89,8 +88,8 @@ impl<S: Shell> Serving<'_, S> {
         Ok(())
     }
 
-    /// Sets the defaults, makes the links for clients, and sets the limits of each server: of servers that run, of servers that
-    /// are just starting, and of a server that is started ahead of the first client.
+    /// Sets the defaults, makes the links for clients, and sets the limits of each server. A server may run already, may just
+    /// be starting, or is started here before the first client comes.
     async fn put_in_force(&mut self, limits: &Limits) -> Result<(), Failure> {
         let prewarm = self.run.multiuser && self.wanted.prewarm;
         let starts = prewarm && self.run.servers.alive().is_empty();
@@ -101,7 +100,7 @@ impl<S: Shell> Serving<'_, S> {
             self.shell.set_limits(None, limits).await?
         };
         self.shell.passed("defaults", "defaults are set");
-        // The links are made as early as possible: a program that finds no control daemon runs without MPS, and can then
+        // The links are made as early as possible. A program that finds no control daemon runs without MPS, and can then
         // prevent the start of a server.
         self.shell.lead_here()?;
         self.door_is_open();
@@ -120,7 +119,7 @@ impl<S: Shell> Serving<'_, S> {
         Ok(())
     }
 
-    /// Starts the server before the first client comes, and waits until it is ready with the planned limits.
+    /// Starts a server before the first client comes, and waits until the server is ready with the planned limits.
     pub(super) async fn prewarm(&mut self, limits: &Limits) -> Result<(), Failure> {
         self.run.servers.forget_ended();
         self.shell.start_server().await?;
@@ -137,13 +136,13 @@ impl<S: Shell> Serving<'_, S> {
             while ready.is_empty() && self.step(ask_at).await? {
                 ready = self.run.servers.ready();
             }
-            // If the log can't be written, it names no ready server, or names one in a line that a tenant has written. Therefore
-            // the service asks the control daemon for the state of the servers too.
+            // While the log can't be written, no line names a ready server. A tenant may also have forged a line about a ready
+            // server. The service therefore asks the control daemon for the state of the servers too.
             let asked = if ready.is_empty() { there } else { ready };
             let look = self.shell.inspect(&asked, None).await?;
             if let Some(server) = look.with(&TAKES_LIMITS).last() {
-                // If the log can't be written, it has not reported the ends of servers, so the servers that the control
-                // daemon does not list are forgotten.
+                // While the log can't be written, no line reports the end of a server. Servers that the control daemon does not
+                // list are therefore forgotten.
                 self.run.servers.keep(&look.servers);
                 break server;
             }
@@ -165,8 +164,7 @@ impl<S: Shell> Serving<'_, S> {
             }
         };
         self.watch_server(server);
-        // The control daemon lists a server a moment before the server's line is in the log, so the service waits for the
-        // line.
+        // The control daemon lists a server a moment before the server's line is in the log, so the service waits for the line.
         let deadline = self.shell.now() + LIMITS_TIMEOUT;
         while !self.run.servers.get(server).is_some_and(|known| known.ready) && self.step(deadline).await? {}
         self.confirm_or_correct(server, limits).await
@@ -180,7 +178,7 @@ impl<S: Shell> Serving<'_, S> {
         ))
     }
 
-    /// Finds out if the running control daemon can serve the order.
+    /// Records a blocker if the running control daemon can't serve the order.
     pub(super) fn find_misfit(&mut self) {
         let misfit = if self.wanted.retiring {
             Some("this control daemon is no longer needed".to_owned())

@@ -1,12 +1,12 @@
 //! The door of a control daemon: the links through which programs reach it. The service closes the door before a decision that
-//! depends on the number of clients. With an open door, a client could come after the service has counted the clients and before
-//! the service acts, and the client would lose its work or delay the act.
+//! depends on the number of clients. Otherwise a client could come between the count and the act, and the client would lose its
+//! work or delay the act.
 //!
-//! Measured: a program that finds no control daemon runs without MPS; a program that finds a socket on which no process answers
-//! waits. While the door is closed, the links point to a socket on which no process answers, so programs wait. The waiting
-//! programs are released once a server has the GPUs: in compute mode `EXCLUSIVE_PROCESS` the driver then does not let the
-//! released programs use the GPUs without MPS (error 46). In compute mode `DEFAULT` the driver lets the released programs use the
-//! GPUs without MPS.
+//! Measured: a program that finds no control daemon runs without MPS. A program that finds a socket on which no process answers
+//! waits. While the door is closed, the links point to a socket on which no process answers, so programs wait.
+//!
+//! The waiting programs are released once a server has the GPUs. In compute mode `EXCLUSIVE_PROCESS`, the driver then refuses
+//! programs without MPS (error 46). In compute mode `DEFAULT`, the driver lets the released programs use the GPUs without MPS.
 
 use alloc::borrow::ToOwned;
 use alloc::format;
@@ -17,24 +17,23 @@ use super::Serving;
 use super::limits::TAKES_LIMITS;
 use super::shell::Shell;
 
-/// The time that a program which has just connected needs to appear as a client. Measured: milliseconds.
+/// The time after which a program that has just connected appears in the list of clients. Measured: milliseconds.
 const SETTLING: Duration = Duration::from_millis(250);
 
-/// The time without a client after which a control daemon counts as idle, unless an administrator has asked for its end at once.
-/// A script that runs one program after the other leaves gaps of some milliseconds without a client.
+/// A control daemon counts as idle only after this time without a client. A script that runs one program after the other leaves
+/// gaps of some milliseconds. An administrator can ask for an end without this delay.
 pub(super) const QUIET: Duration = Duration::from_secs(2);
 
-/// The state of the links through which programs reach the control daemon.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Door {
     /// The links point to the control daemon, and no program waits.
     Open,
-    /// The links point to the control daemon again. Programs that have come while the door was closed still wait.
+    /// The links point to the control daemon again. Programs that came while the door was closed still wait.
     Opened,
     /// The links point to the waiting socket: new programs wait.
     Closed,
-    /// The links point to the waiting socket, and the control daemon was asked to end. The control daemon does not answer
-    /// programs any more, unless the request got lost.
+    /// The links point to the waiting socket, and the control daemon was asked to end. Unless the request was lost, the control
+    /// daemon does not answer programs any more.
     ClosedForGood,
 }
 
@@ -71,16 +70,16 @@ impl<S: Shell> Serving<'_, S> {
         }
     }
 
-    /// Records that the links point to the control daemon, which has its limits.
+    /// Records that the links point to the control daemon, and that the control daemon has its limits.
     pub(super) fn door_is_open(&mut self) {
         if self.run.door != Door::Open {
             self.run.door = Door::Opened;
         }
     }
 
-    /// Releases the programs that have waited at the closed door, once a server prevents them from using the GPUs without MPS.
-    /// If a server starts only with its first client, the programs are released at once. A control daemon that retires has no
-    /// link, so no program waits for it.
+    /// Releases the programs that wait at the closed door, once a server prevents them from using the GPUs without MPS. If
+    /// servers start only with the first client, the programs are released at once. A retiring control daemon has no link, so
+    /// no program waits for it.
     pub(super) async fn let_go(&mut self) {
         if self.run.door != Door::Opened || self.wanted.retiring {
             return;
@@ -90,8 +89,8 @@ impl<S: Shell> Serving<'_, S> {
             if servers.is_empty() {
                 return;
             }
-            // A server may have ended without a line in the log yet, so the control daemon is asked whether a server is
-            // ready.
+            // A server may have ended although the log does not report it yet, so the service asks the control daemon if a
+            // server is ready.
             let look = self.shell.inspect(&servers, None).await;
             if !look.is_ok_and(|look| look.with(&TAKES_LIMITS).next().is_some()) {
                 return;

@@ -13,24 +13,19 @@ use crate::mps::{ClientPids, Inspection, ServerStatus};
 use crate::view::ControlDaemonState;
 use crate::{Cause, Permit, Tenure};
 
-/// The use of a control daemon that has failed.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Judged {
-    /// The control daemon has ended meanwhile.
     Ended(Failure),
-    /// No program uses the control daemon.
     Idle,
     /// The control daemon has no client, but these programs without MPS prevent the start of its server.
     KeptOut(String),
-    /// The control daemon has clients, or its clients are not known. The text says which of the two.
+    /// The control daemon has clients, or the service can't find out if it has clients. The text says which of the two.
     Clients(String),
 }
 
 impl<S: Shell> Serving<'_, S> {
-    /// Finds out if programs use the control daemon, which has failed.
     pub async fn judge(&mut self) -> Judged {
-        // The control daemon may have ended: because the service has asked for its end, or because another process has killed
-        // it.
+        // The control daemon may have ended by now, since the service has asked for its end or another process has killed it.
         if self.shell.ends_now().await {
             return Judged::Ended(self.ended().await);
         }
@@ -48,17 +43,17 @@ impl<S: Shell> Serving<'_, S> {
         }
     }
 
-    /// The number of clients of the control daemon. The error is the reason why the number is not known. The control daemon
-    /// itself is asked first. The list of the control daemon is not used if it does not answer, if another control daemon answers
-    /// in its directory, or after a fault. If the list is not used, the service looks at the child processes of the control
-    /// daemon: clients need servers, which are children of the control daemon. NVML is asked last.
+    /// The number of clients of the control daemon, or the reason why the number is not known. The service asks the control
+    /// daemon first. The control daemon's list does not count after a fault, or if another control daemon may have answered.
+    /// The service then asks if the control daemon has child processes: clients need servers, and servers are child processes
+    /// of the control daemon. NVML is asked last.
     pub(super) async fn in_use(&mut self) -> Result<usize, String> {
         let why = match self.count_its_clients().await {
             Ok(0) if self.is_any_server_faulted().await => {
                 "the control daemon lists no client, but its list is not reliable after a fatal GPU error"
                     .to_owned()
             }
-            // The control daemon is asked for its clients once more: a client may have come during the question about faults.
+            // A client may have connected while the service asked about faults, so the service counts the clients again.
             Ok(0) => return self.count_its_clients().await,
             Ok(clients) => return Ok(clients),
             Err(why) => why,
@@ -80,14 +75,13 @@ impl<S: Shell> Serving<'_, S> {
         }
     }
 
-    /// The number of clients in the list of the control daemon.
     async fn count_its_clients(&mut self) -> Result<usize, String> {
         let clients = self.list_clients().await;
         clients.map(|clients| clients.values().flatten().count()).map_err(Failure::into_text)
     }
 
-    /// The clients of the control daemon. If another control daemon has taken its directory before or during the question,
-    /// the answer may be from that control daemon, so the result is an error.
+    /// The clients that the control daemon lists. The result is an error if another control daemon listens in the directory
+    /// before or after the question, since that control daemon may have answered.
     pub(super) async fn list_clients(&mut self) -> Result<ClientPids, Failure> {
         let elsewhere = "the control daemon does not listen in its pipe directory any more";
         if !self.listens_in_place() {
@@ -97,7 +91,8 @@ impl<S: Shell> Serving<'_, S> {
         if self.listens_in_place() { clients } else { Err(Failure::Failed(elsewhere.to_owned())) }
     }
 
-    /// Returns whether a server handles a fatal GPU error. The control daemon is asked too, since the log may not be writable.
+    /// Returns whether a server handles a fatal GPU error. The service also asks the control daemon, since lines are missing
+    /// from the log while it can't be written.
     pub(super) async fn is_any_server_faulted(&mut self) -> bool {
         self.read_on().await;
         if self.run.blockers.fault().is_some() {
@@ -117,8 +112,8 @@ impl<S: Shell> Serving<'_, S> {
         self.shell.listener() == Some(self.shell.pid())
     }
 
-    /// Ends the control daemon together with its clients, which the caller has reported. With a permit for an unused control
-    /// daemon, the control daemon stays if a client has come since the clients were counted.
+    /// Ends the control daemon together with its clients, which the caller has reported. With a permit for [`Cause::Unused`],
+    /// the control daemon is not ended if a client has come since the clients were counted.
     ///
     /// # Errors
     /// The control daemon has not ended.
@@ -128,15 +123,15 @@ impl<S: Shell> Serving<'_, S> {
             self.close_door().await?;
             self.end_unused().await?
         } else {
-            // With a permit for any other cause than `Unused`, the control daemon ends even if it has clients, so it does not
-            // matter if a link can't be removed.
+            // The control daemon ends even if it has clients, so a link that can't be changed does not matter.
             let _ = self.shell.keep_waiting();
             self.run.door = Door::ClosedForGood;
             if matches!(may_end.cause(), Cause::Stop | Cause::Disabled) {
                 self.shell.show(|view| view.enter(ControlDaemonState::Stopping, false, ""));
             } else if may_end.cause() == Cause::Forced {
-                // The state must show at once that the control daemon is about to end, so that its slices are not given to new
-                // containers.
+                // The published state must show at once that the control daemon is about to end, so that no new container gets
+                // its slices. If the whole service stops, the published state of the service already shows that all control
+                // daemons end.
                 self.show_state();
             }
             self.shell.quit(may_end).await || self.shell.end_by_signal(may_end).await
@@ -144,15 +139,15 @@ impl<S: Shell> Serving<'_, S> {
         if has_ended {
             return Ok(());
         }
-        // If the request to end the control daemon got lost, the next check finds that it lives. A control daemon that lives on
-        // gets its order again, and new clients are let in.
+        // The request to end the control daemon may be lost. If the next check finds that the control daemon runs, it gets its
+        // order again and takes new clients.
         let lives = "the control daemon was asked to end, and has not ended yet";
         self.missed(lives.to_owned());
         self.show_state();
         Err(lives.to_owned())
     }
 
-    /// Asks the control daemon to end while the door is closed. Returns true if the control daemon has ended.
+    /// Asks the control daemon to end. The caller has closed the door before. Returns true if the control daemon has ended.
     async fn end_unused(&mut self) -> Result<bool, String> {
         let Some(may_end) = Permit::unused(self.in_use().await.ok()) else {
             self.open_door();
@@ -162,8 +157,8 @@ impl<S: Shell> Serving<'_, S> {
         if self.shell.quit_if_idle(may_end).await {
             return Ok(true);
         }
-        // The control daemon was asked to end and still runs: it hangs, or it had a client that the service did not see. The
-        // clients of the control daemon are counted again before a signal ends it.
+        // The control daemon was asked to end and still runs. It hangs, or it had a client that the service did not see. The
+        // service counts the clients again before a signal ends the control daemon.
         match Permit::unused(self.in_use().await.ok()) {
             Some(may_end) => Ok(self.shell.end_by_signal(may_end).await),
             None => Ok(false),

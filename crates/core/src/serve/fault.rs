@@ -1,6 +1,6 @@
-//! A fatal GPU error of a server: the conditions under which the fault is over, and the processes that may be ended because of
-//! it. A fatal GPU error hits every client on its GPU, and no client on another GPU. A server has the clients of all GPUs of its
-//! control daemon.
+//! A fatal GPU error of a server: when the fault is over, and which processes may be ended because of it. A fatal GPU error
+//! hits every client on its GPU, and no client on another GPU. A server has the clients of all GPUs of its control daemon, so
+//! some clients of the server may not be hit.
 
 use alloc::collections::BTreeSet;
 use alloc::format;
@@ -10,35 +10,34 @@ use core::time::Duration;
 use crate::mps::ServerStatus;
 use crate::{Cause, CoreTime, Permit};
 
-/// The time between two looks at a faulted server. Measured: the server has recovered 0.2 s after its last client has ended.
+/// The first pause between two status queries for a faulted server. Measured: the server has recovered 0.2 s after its last
+/// client has ended.
 pub const FAULT_PAUSE: Duration = Duration::from_millis(250);
 
-/// The longest time between two looks at a faulted server: the pause grows with the age of the fault.
+/// The longest pause between two status queries for a faulted server. The pause grows with the age of the fault.
 const LONGEST_PAUSE: Duration = Duration::from_secs(5);
 
-/// The time that the service waits for the log to name the clients that were hit. If the log names no client within this time,
-/// the fault counts as over. The log names the clients that were hit within a second, one after the other.
+/// The time that the service waits until the log names the clients that were hit. If the log names no client within this time,
+/// the fault counts as over. The log names the clients within a second, one after the other.
 const NAMES_TIMEOUT: Duration = Duration::from_secs(5);
 
-/// The pause before the next look at a fault of this age.
 pub fn next_look(age: Duration) -> Duration {
     FAULT_PAUSE.max(age / 10).min(LONGEST_PAUSE)
 }
 
-/// A fatal GPU error from which a server has not recovered yet.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct Fault {
     pub(super) server: u32,
     pub(super) since: CoreTime,
-    /// The number of lines in the log about the fault. If the number grows later, the server has met another error.
+    /// The number of lines in the log about the fault. If the number grows later, the server has met another fatal GPU error.
     pub(super) lines: usize,
-    /// The clients that were hit, each as the GPU's ordinal and the PID. A client that uses two GPUs can be hit on both.
+    /// The clients that were hit: the GPU's ordinal and the client's PID. A client that uses two GPUs can be hit on both.
     pub(super) clients: BTreeSet<(usize, u32)>,
-    /// The clients that the service has reported as hit. The log may name further clients later.
+    /// The clients that the service has reported as hit. The log may name more clients later.
     pub(super) told: BTreeSet<(usize, u32)>,
     pub(super) due: CoreTime,
-    /// The reason why the server is not ended though its clients had their time to end by themselves. None if no reason was
-    /// reported.
+    /// The reason why the server is not ended, though its clients had their time to end by themselves. None if the service has
+    /// no reason to report.
     pub(super) held_up: Option<String>,
 }
 
@@ -49,12 +48,11 @@ impl Fault {
         Self { server, since: now, lines: 0, clients, told, due, held_up: None }
     }
 
-    /// The PIDs of the clients that were hit on any GPU: a client that uses two GPUs has lost its work on both.
     pub(super) fn pids(&self) -> BTreeSet<u32> {
         self.clients.iter().map(|(_, pid)| *pid).collect()
     }
 
-    /// Returns whether nothing new is known about the fault since `known`, a copy of an earlier moment.
+    /// Returns whether nothing has changed since `known`, an earlier copy of this fault.
     pub(super) fn is_same(&self, known: &Self) -> bool {
         (self.server, self.since, self.lines) == (known.server, known.since, known.lines)
             && self.clients == known.clients
@@ -70,23 +68,20 @@ impl Fault {
     }
 }
 
-/// The next step of the service after a fatal GPU error of a server.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum HealStep {
-    /// The server has recovered, so the fault is over. If the log names more clients that were hit, the service still reports
-    /// them.
     Recovered,
-    /// The server has ended, so the fault is over.
     ServerGone,
-    /// Wait, since the clients still have time to end by themselves.
+    /// The clients still have time to end by themselves.
     Wait,
-    /// Find out if a client that was hit still runs.
+    /// Find out if a client that was hit still runs, since the control daemon can't report the server's status.
     LookForThoseHit,
-    /// Find out which clients still run, and if the server can be ended.
+    /// Find out which clients still run, and if the server may be ended.
     LookWhoStays,
 }
 
-/// The next step after a fault of this age. `grace` is the time that clients have to end by themselves.
+/// The next step after a fatal GPU error. `age` is the time since the error, and `grace` is the time that clients have to end
+/// by themselves.
 pub fn next_step(server: ServerStatus, age: Duration, grace: Duration) -> HealStep {
     match server {
         ServerStatus::Active => HealStep::Recovered,
@@ -98,9 +93,9 @@ pub fn next_step(server: ServerStatus, age: Duration, grace: Duration) -> HealSt
     }
 }
 
-/// Returns whether a fault is over, for a driver whose control daemon does not report that: no client that was hit still runs.
-/// None if the log may not have named the clients that were hit yet. Until the log has named the clients that were hit, the
-/// server is not ended, since it may have recovered and have other clients.
+/// Returns whether a fault is over, for a driver whose control daemon can't report the status of a server. The fault is over
+/// once no client in `hit` runs any more. None if the log may not have named the hit clients yet. The server must not be ended
+/// in this case, since it may have recovered and may have other clients.
 pub fn is_over(hit: &BTreeSet<u32>, is_left: impl Fn(u32) -> bool, age: Duration) -> Option<bool> {
     if hit.is_empty() && age < NAMES_TIMEOUT {
         return None;
@@ -112,18 +107,18 @@ pub fn is_over(hit: &BTreeSet<u32>, is_left: impl Fn(u32) -> bool, age: Duration
 /// clients that still run.
 #[derive(Debug, PartialEq, Eq)]
 pub enum AfterGrace {
-    /// The server may be ended: all of its clients have lost their work.
+    /// The server may be ended, since all of its clients have lost their work.
     End(Permit, BTreeSet<u32>),
-    /// The server stays: the log has named no client, and some of these clients may work on a GPU that was not hit.
+    /// The server stays. The log has named no client, so some of these clients may work on a GPU that was not hit.
     GpuNotKnown(BTreeSet<u32>),
     /// The server stays, since it also has this number of clients that were not hit.
     OthersAreWell(BTreeSet<u32>, usize),
 }
 
-/// Decides about a faulted server with these clients. `named` has the clients that the log has named as hit. The log names no
-/// client if the log could not be written, or if an earlier service has read the log's lines about the fault. A client that the
-/// log does not name may have come between two errors, even to the same GPU. If the control daemon has one GPU and the log names
-/// no client, the error has hit every client.
+/// Decides about a faulted server with these clients. `named` has the clients that the log names as hit. The log names no
+/// client if it could not be written, or if an earlier process of the service has read the lines. If the control daemon has one
+/// GPU, the error has then hit every client. A client that the log does not name, though it names others, counts as not hit,
+/// since it may have connected between two errors.
 pub fn after_grace(named: &BTreeSet<u32>, has_one_gpu: bool, clients: BTreeSet<u32>) -> AfterGrace {
     if named.is_empty() && !has_one_gpu {
         return AfterGrace::GpuNotKnown(clients);

@@ -1,4 +1,4 @@
-//! The GPUs of an order: which of them are left out for now, and their compute modes while the control daemon has them.
+//! The GPUs of an order: the GPUs that are out of service for now, and the compute modes while the control daemon has the GPUs.
 
 use alloc::collections::{BTreeMap, BTreeSet};
 use alloc::format;
@@ -16,53 +16,46 @@ use crate::{CoreTime, DaemonId, GpuUuid, Tenure};
 /// The answers of NVML about GPUs, by UUID. An error is NVML's reason why it can't read the GPU.
 pub type SeenGpus = BTreeMap<GpuUuid, Result<SeenGpu, String>>;
 
-/// A GPU that NVML can read.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct SeenGpu {
-    /// True if the GPU has the service's compute mode.
+    /// True if the GPU has the compute mode that the service sets.
     pub has_our_mode: bool,
-    /// The processes on the GPU. An error is the reason why NVML does not list the processes.
     pub processes: Result<Vec<GpuProcess>, String>,
 }
 
-/// The processes on each GPU, by UUID, as NVML has last listed them.
+/// The processes on each GPU, by UUID, from NVML's last list.
 pub(super) type ProcessesOnGpus = BTreeMap<GpuUuid, Vec<GpuProcess>>;
 
-/// The questions and acts about GPUs that the core needs.
 pub trait GpuShell: Send {
-    /// Asks NVML about each of these GPUs. All questions to NVML run on one thread, unless a GPU is known to hang. None if the
-    /// running control daemon has ended before NVML has answered.
+    /// Asks NVML about each of these GPUs. With `together`, one thread asks about all GPUs. Otherwise each GPU has its own
+    /// thread, so that a GPU that hangs does not delay the others. None if the running control daemon has ended before NVML has
+    /// answered.
     fn read_gpus(
         &mut self,
         gpus: &[GpuUuid],
         together: bool,
     ) -> impl Future<Output = Option<SeenGpus>> + Send;
 
-    /// Records the compute mode of a GPU, and sets the service's compute mode. Returns true if the GPU had another mode.
+    /// Saves the compute mode of a GPU, and sets the compute mode of the service. Returns true if the GPU had another mode.
     fn take_mode(&mut self, gpu: &GpuUuid) -> impl Future<Output = Result<bool, String>> + Send;
 
-    /// The process that has this PID now. None if no process has this PID.
+    /// None if no process has this PID.
     fn process(&self, pid: u32) -> Option<ProcessId>;
 
-    /// Records the processes that use a GPU without a server of the control daemon. Reports processes that are new, and processes
-    /// that have ended.
+    /// Records the processes that use a GPU without a server of the control daemon. Reports new processes, and processes that
+    /// have ended.
     fn bypasses_are(&mut self, gpu: &GpuUuid, bypasses: &BTreeSet<ProcessId>);
 
-    /// Changes the view of the control daemon, which the service publishes.
     fn show(&mut self, change: impl FnOnce(&mut DaemonView));
 
-    /// Writes a message about the control daemon or one of its GPUs.
     fn tell(&mut self, news: News, text: String);
 }
 
-/// The reason why a GPU of an order is left out: the control daemon does not serve it for now.
+/// The reason why a GPU of an order is out of service: the control daemon does not serve it for now.
 #[derive(Debug, Clone, PartialEq, Eq)]
 enum LeftOut {
-    /// NVML can't reach the GPU, for this reason.
     Unreachable(String),
-    /// The compute mode can't be set, for this reason.
     ModeRefused(String),
-    /// The control daemon with this id still has the GPU.
     InOtherHands(DaemonId),
 }
 
@@ -80,25 +73,22 @@ impl LeftOut {
     }
 }
 
-/// The GPUs of an order that are left out since the last look, and the facts that the looks have found. A `GpuReach` stays when
-/// the control daemon is replaced.
+/// The facts about the GPUs of an order that the readings of the GPUs have found. A `GpuReach` stays when the control daemon is
+/// replaced.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct GpuReach {
     left_out: BTreeMap<GpuUuid, LeftOut>,
-    /// The GPUs that have the service's compute mode.
     with_our_mode: BTreeSet<GpuUuid>,
-    /// The GPUs on which the service has set its compute mode and has found it at a later look. If such a GPU has another mode
-    /// now, another program has changed it.
+    /// The GPUs that have had the compute mode of the service. If a GPU in this set has another mode now, another program has
+    /// changed the mode.
     had_our_mode: BTreeSet<GpuUuid>,
     processes: ProcessesOnGpus,
-    /// The GPUs whose processes NVML did not list at the last look. For the GPUs in `unlisted`, the last list of processes still
-    /// counts.
+    /// The GPUs whose processes NVML did not list at the last reading. Their last known processes still count.
     unlisted: BTreeSet<GpuUuid>,
     bypasses: Bypasses,
 }
 
 impl GpuReach {
-    /// True if this GPU is left out.
     pub fn is_left_out(&self, gpu: &str) -> bool {
         self.left_out.contains_key(gpu)
     }
@@ -107,13 +97,12 @@ impl GpuReach {
         self.with_our_mode.contains(gpu)
     }
 
-    /// The GPUs of the order that are not left out.
     pub(super) fn gpus(&self, wanted: &Wanted) -> Vec<GpuUuid> {
         let all = wanted.gpus.iter().map(|gpu| gpu.uuid.clone());
         all.filter(|gpu| !self.is_left_out(gpu)).collect()
     }
 
-    /// The reasons why all GPUs of the order are left out, in words.
+    /// The reason why the control daemon has no GPU to serve, in words.
     pub(super) fn why_none(&self, wanted: &Wanted) -> String {
         let first = self.left_out.iter().next();
         let why = first.map(|(gpu, why)| format!(": GPU {}: {}", wanted.name_of(gpu), why.describe()));
@@ -121,15 +110,15 @@ impl GpuReach {
         format!("no GPU of this control daemon can be served{why}")
     }
 
-    /// Looks at each GPU of the order. Leaves a GPU out if the GPU can't be served, or takes it in again; the other GPUs stay
-    /// served. Returns the processes on each GPU. None if the control daemon has ended during the look.
+    /// Reads each GPU of the order. A GPU that can't be served is taken out of service, and a GPU that can be served again is
+    /// taken back into service. The other GPUs stay served. Returns the processes on each GPU. None if the control daemon has
+    /// ended during the reading.
     pub(super) async fn look(
         &mut self,
         shell: &mut impl GpuShell,
         wanted: &Wanted,
     ) -> Option<ProcessesOnGpus> {
         let gpus: Vec<GpuUuid> = wanted.gpus.iter().map(|gpu| gpu.uuid.clone()).collect();
-        // GPUs that only the former order has named are forgotten.
         self.left_out.retain(|gpu, _| gpus.contains(gpu));
         self.with_our_mode.retain(|gpu| gpus.contains(gpu));
         self.had_our_mode.retain(|gpu| wanted.sets_modes && gpus.contains(gpu));
@@ -160,7 +149,7 @@ impl GpuReach {
         Some(self.processes.clone())
     }
 
-    /// Leaves a GPU out for the reason `why`. If `why` is None, takes the GPU in again.
+    /// Takes a GPU out of service for the reason `why`, or back into service if `why` is None. Reports a change.
     fn leave_out(&mut self, shell: &mut impl GpuShell, wanted: &Wanted, gpu: &GpuUuid, why: Option<LeftOut>) {
         show_gpu(shell, gpu, |gpu| gpu.left_out = why.as_ref().map(LeftOut::describe).unwrap_or_default());
         let has_changed = self.left_out.get(gpu).map(discriminant) != why.as_ref().map(discriminant);
@@ -195,7 +184,7 @@ impl GpuReach {
         shell.tell(news, text);
     }
 
-    /// Sets the compute mode of each GPU that is not left out. A GPU that refuses the mode is left out.
+    /// Sets the compute mode of each GPU in service. A GPU whose mode can't be set is taken out of service.
     pub(super) async fn take_modes(&mut self, shell: &mut impl GpuShell, wanted: &Wanted) {
         for gpu in self.gpus(wanted) {
             if let Err(refused) = self.take_mode(shell, wanted, &gpu).await {
@@ -252,9 +241,9 @@ impl GpuReach {
         }
     }
 
-    /// Looks for bypasses among these processes: processes that are neither servers nor clients of the control daemon. On a GPU
-    /// whose processes NVML does not list, the bypasses that the last look has found stay. Returns the moment from which the next
-    /// look can confirm a bypass.
+    /// Searches these processes for bypasses: processes that are neither servers nor clients of the control daemon. On a GPU
+    /// whose processes NVML does not list, the confirmed bypasses of the last search stay. Returns the moment from which the
+    /// next search can confirm a bypass.
     pub(super) fn find_bypasses(
         &mut self,
         shell: &mut impl GpuShell,
@@ -290,7 +279,6 @@ impl GpuReach {
     }
 }
 
-/// Changes the view of one GPU of the order.
 fn show_gpu(shell: &mut impl GpuShell, gpu: &str, change: impl FnOnce(&mut ServedGpuView)) {
     shell.show(|view| {
         if let Some(gpu) = view.gpus.get_mut(gpu) {
@@ -299,7 +287,7 @@ fn show_gpu(shell: &mut impl GpuShell, gpu: &str, change: impl FnOnce(&mut Serve
     });
 }
 
-/// The PIDs of the processes that NVML lists as clients of MPS.
+/// The PIDs of the processes that NVML lists as MPS clients.
 pub(super) fn clients_among(there: &ProcessesOnGpus) -> BTreeSet<u32> {
     there.values().flatten().filter(|process| process.via_mps).map(|process| process.pid).collect()
 }

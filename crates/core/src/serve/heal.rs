@@ -1,4 +1,4 @@
-//! Repairs a server that met a fatal GPU error, and replaces a server that has ended. Each repair is the smallest step that is
+//! Repairs a server after a fatal GPU error, and replaces a server that has ended. Each repair is the smallest step that is
 //! enough.
 
 use alloc::borrow::ToOwned;
@@ -16,7 +16,7 @@ use crate::mps::ServerStatus;
 use crate::terms::ProcessId;
 use crate::{CoreTime, HEALTHY_AGAIN, Permit, next_pause};
 
-/// The pause between a server's end and the start of the next server, which starts ahead of its first client.
+/// The pauses between the end of a server and the start of the next server, which starts before its first client comes.
 #[derive(Debug)]
 pub(super) struct Revival {
     pause: Duration,
@@ -28,7 +28,7 @@ impl Revival {
         Self { pause: Duration::ZERO, last_success: now }
     }
 
-    /// The moment at which the next server starts. If the next server ends too, the pause before its successor is longer.
+    /// The moment at which the next server starts. Each call makes the pause before the next start longer.
     fn next(&mut self, now: CoreTime) -> CoreTime {
         let revive_at = now + self.pause;
         self.pause = next_pause(self.pause);
@@ -37,11 +37,10 @@ impl Revival {
 }
 
 impl<S: Shell> Serving<'_, S> {
-    /// Records that the log, or the status of the server, reports a fatal GPU error of the server.
     pub(super) fn fault_seen(&mut self, server: u32) {
         if self.run.blockers.fault().is_none_or(|fault| fault.server != server) {
-            // If another server was faulted before, the clients that its error has hit are reported now, before the new fault
-            // replaces the old one.
+            // Another server may have been faulted before. The clients that its error has hit are reported before the new fault
+            // replaces the old fault.
             self.tell_fault();
             self.run.blockers.put(Blocker::Faulted(Fault::new(server, self.shell.now())));
             let text = format!("server {server} met a fatal GPU error");
@@ -50,8 +49,8 @@ impl<S: Shell> Serving<'_, S> {
         }
     }
 
-    /// Records that the log reports a fatal GPU error of the server. The reported error may be another error than the error that
-    /// the service already knows.
+    /// Records that the log reports a fatal GPU error of the server. The error may be another error than the error that the
+    /// service already knows.
     pub(super) fn fault_told(&mut self, server: u32) {
         self.fault_seen(server);
         if let Some(fault) = self.fault() {
@@ -63,18 +62,16 @@ impl<S: Shell> Serving<'_, S> {
         self.run.blockers.fault_mut()
     }
 
-    /// Records that the log reports a client that loses its work because of the fault.
     pub(super) fn client_hit(&mut self, server: u32, client: u32, ordinal: usize) {
         self.fault_seen(server);
-        // The client may run for only another moment, and a service that has started after the client may not know it. The
-        // register therefore looks at a client that was hit at once.
+        // The client may run for only another moment, and the register may not have it yet. The service therefore examines the
+        // client at once.
         self.shell.remember_clients(&[client].into());
         if let Some(fault) = self.fault() {
             fault.clients.insert((ordinal, client));
         }
     }
 
-    /// Takes the next step after a fatal GPU error.
     pub(super) async fn heal(&mut self) -> Result<(), Failure> {
         self.tell_fault();
         let now = self.shell.now();
@@ -84,8 +81,8 @@ impl<S: Shell> Serving<'_, S> {
         let known = fault.clone();
         let status = self.server_status(server).await?;
         match next_step(status, age, self.wanted.fault_grace) {
-            // Another control daemon has taken the directory of this control daemon, and has answered. The other control daemon
-            // does not know the faulted server, so its answer says nothing about this server.
+            // Another control daemon has taken this control daemon's directory, and has answered. It does not know the faulted
+            // server, so its answer says nothing about the server.
             HealStep::Recovered | HealStep::ServerGone if self.place_is_taken() => {}
             HealStep::Recovered => self.well_again(server).await?,
             HealStep::ServerGone => self.server_gone(server).await,
@@ -97,10 +94,11 @@ impl<S: Shell> Serving<'_, S> {
         Ok(())
     }
 
-    /// Looks if a client that was hit still runs. A control daemon of driver 535 can't report the status of its server.
+    /// Finds out if a client that was hit still runs. Driver 535 needs this function, since its control daemon can't report the
+    /// status of a server.
     async fn look_for_those_hit(&mut self, server: u32) -> Result<(), Failure> {
         let clients = self.shell.clients(&[server]).await?;
-        // Another control daemon may have taken the directory of this control daemon, and may have listed its own clients.
+        // Another control daemon may have taken the directory, and may have listed its own clients.
         if self.place_is_taken() {
             return Ok(());
         }
@@ -114,8 +112,7 @@ impl<S: Shell> Serving<'_, S> {
         match is_over(&hit, |pid| left.contains(&pid), now.saturating_sub(fault.since)) {
             None => {}
             Some(true) => {
-                // The last client that was hit has ended. The server recovers a moment after its last client that was hit has
-                // ended.
+                // The server recovers a moment after its last client that was hit has ended, so the service waits for a moment.
                 self.shell.pause(FAULT_PAUSE).await;
                 self.well_again(server).await?;
             }
@@ -132,14 +129,14 @@ impl<S: Shell> Serving<'_, S> {
 
     async fn well_again(&mut self, server: u32) -> Result<(), Failure> {
         let known = self.run.blockers.fault().cloned();
-        // A faulted server takes no limits, and the order may have changed while the server was faulted. A server that has
-        // recovered gets the limits of the order now.
+        // The server took no limits while it was faulted, and the order may have changed meanwhile. The recovered server
+        // therefore gets the limits of the order now.
         if self.run.configured && !self.wanted.retiring {
             let limits = self.limits();
             self.set_live(server, &limits).await?;
         }
         self.read_on().await;
-        // If the log has reported another error meanwhile, the fault stays, and the server is asked for its status again.
+        // If the log has reported another error meanwhile, the fault stays, and the service asks for the server's status again.
         let present = self.run.blockers.fault();
         let is_same = present.zip(known.as_ref()).is_some_and(|(present, known)| present.is_same(known));
         if is_same && !self.place_is_taken() {
@@ -149,14 +146,14 @@ impl<S: Shell> Serving<'_, S> {
         Ok(())
     }
 
-    /// The UUIDs of the GPUs that the log has named as hit. The log names no GPU if the log could not be written, or if an
-    /// earlier service has read the log's lines about the fault.
+    /// The UUIDs of the GPUs that the log names as hit. Empty if the log could not be written, or if an earlier process of the
+    /// service has read the lines about the fault.
     fn gpus_hit(&self) -> BTreeSet<String> {
         let hit = self.run.blockers.fault().into_iter().flat_map(|fault| &fault.clients);
         hit.filter_map(|(ordinal, _)| self.run.gpus.get(*ordinal)).cloned().collect()
     }
 
-    /// Reports each client that was hit, once.
+    /// Reports each client that was hit, and reports it only once.
     pub(super) fn tell_fault(&mut self) {
         let Some((server, hit)) = self.run.take_hit() else { return };
         for (ordinal, clients) in hit {
@@ -164,8 +161,8 @@ impl<S: Shell> Serving<'_, S> {
         }
     }
 
-    /// Records that the fault is over: the clients that were hit are reported, and the next service does not report the fault
-    /// again.
+    /// Records that the fault is over. The clients that were hit are reported first, and the next process of the service does
+    /// not report the fault again.
     fn fault_is_over(&mut self) {
         self.tell_fault();
         self.run.blockers.clear(ClearedBy::Healing);
@@ -173,9 +170,9 @@ impl<S: Shell> Serving<'_, S> {
         self.keep_state_file();
     }
 
-    /// Ends the faulted server after its clients had their time, unless another client would lose work. `terminate_client`
-    /// would be a smaller step, but it waits for a client that does not end by itself; meanwhile the control daemon answers no
-    /// other request (measured: 32 s, until the client ended).
+    /// Ends the faulted server after its clients had their time to end, unless a client that was not hit would lose work. The
+    /// command `terminate_client` would end less work, but it waits for a client that does not end by itself. Meanwhile the
+    /// control daemon answers no other request (measured: 32 s, until the client ended).
     async fn look_who_stays(&mut self, known: &Fault) -> Result<(), Failure> {
         let server = known.server;
         let listed = self.shell.clients(&[server]).await?.into_iter();
@@ -215,10 +212,10 @@ impl<S: Shell> Serving<'_, S> {
         Ok(())
     }
 
-    /// Asks for the end of a server whose clients have lost their work. Returns true if the end was asked for. Before the door
-    /// was closed, the server may have recovered, got other clients, and met a further error, which the log may not report.
-    /// Therefore the service asks for the status of the server last, behind the closed door: a faulted server takes no client,
-    /// and a server that recovers while the door is closed gets no client.
+    /// Ends a faulted server whose clients have lost their work. Returns true if the control daemon was asked to end it. Before
+    /// the door was closed, the server may have recovered, taken other clients, and met another error that is missing from the
+    /// log. The service therefore asks for the server's status last, while the door is closed: a faulted server takes no
+    /// client, and a server that recovers now gets no client.
     async fn end_faulted(
         &mut self,
         known: &Fault,
@@ -231,8 +228,8 @@ impl<S: Shell> Serving<'_, S> {
         if !is_same || self.server_status(server).await? != ServerStatus::Fault {
             return Ok(false);
         }
-        // The control daemon answers again, so programs can reach the server. A link that could not be removed while the control
-        // daemon did not answer is removed first.
+        // The control daemon answers again, so programs could reach the server. A link that could not be changed while the
+        // control daemon did not answer is changed first.
         if self.shell.keep_waiting().is_err() {
             return Ok(false);
         }
@@ -257,7 +254,6 @@ impl<S: Shell> Serving<'_, S> {
         Ok(true)
     }
 
-    /// The processes that have these PIDs now.
     fn processes(&self, pids: &BTreeSet<u32>) -> BTreeSet<ProcessId> {
         pids.iter().filter_map(|pid| self.shell.process(*pid)).collect()
     }
@@ -283,20 +279,19 @@ impl<S: Shell> Serving<'_, S> {
         unknown
     }
 
-    /// Watches the server, so that the service learns when it ends.
+    /// Watches the server, so that the service notices its end even if the log does not report it.
     pub(super) fn watch_server(&mut self, server: u32) {
         if self.run.watched_servers.insert(server) {
             self.shell.watch_server(server);
         }
     }
 
-    /// Asks the control daemon for the status of one server.
     pub(super) async fn server_status(&mut self, server: u32) -> Result<ServerStatus, Failure> {
         Ok(self.shell.inspect(&[server], None).await?.status(server))
     }
 
-    /// Returns whether a server with the status FAULT really met a fatal GPU error, though the log does not report one. A
-    /// server that was killed by a signal has this status too, until its control daemon notices its end (H200).
+    /// Returns whether a server with the status FAULT really met a fatal GPU error, though the log does not report one.
+    /// Measured on an H200: a server that a signal has killed has this status too, until its control daemon notices the end.
     pub(super) async fn still_faulted(&mut self, server: u32) -> Result<bool, Failure> {
         self.shell.pause(FAULT_PAUSE).await;
         Ok(self.server_status(server).await? == ServerStatus::Fault)
@@ -312,13 +307,12 @@ impl<S: Shell> Serving<'_, S> {
         let was_alive = self.run.servers.alive().contains(&server);
         self.run.servers.forget(server);
         self.run.capacity.some_left(&self.wanted.gpus, self.shell.now());
-        // If the server is not in the list of watched servers, its end was already read in the log, and is recorded.
+        // If the server is not in `watched_servers`, the service has already read its end in the log and recorded it.
         if self.run.watched_servers.remove(&server) && was_alive {
             self.run.last_gone = Some(server);
         }
     }
 
-    /// Records that a server has ended.
     pub(super) async fn server_gone(&mut self, server: u32) {
         let known = self.run.watched_servers.contains(&server);
         self.forget_server(server).await;
@@ -326,15 +320,15 @@ impl<S: Shell> Serving<'_, S> {
             return;
         }
         self.shell.tell(News::Event, format!("server {server} has ended"));
-        // The clients of a server end with it, so the number of clients is counted again.
+        // The clients of a server end with it, so the clients must be counted again.
         self.run.client_left = true;
         self.miss_server();
         self.compare_servers();
         self.show_state();
     }
 
-    /// Plans the start of a server if none runs: in multi-user mode a server runs ahead of its first client. Returns true if
-    /// the start was not planned before.
+    /// Plans the start of a server if no server runs, since in multi-user mode a server starts before its first client comes.
+    /// Returns true if no start was planned before.
     pub(super) fn miss_server(&mut self) -> bool {
         let run = &mut *self.run;
         let is_wanted = run.configured && run.multiuser && self.wanted.prewarm && !self.wanted.retiring;
@@ -351,8 +345,8 @@ impl<S: Shell> Serving<'_, S> {
         let words = self.shell.words();
         let reason = match (gone, exit) {
             (Some(server), _) => format!("server {server} has ended{words}"),
-            // The log reported the end of the server before the service saw its process end, or the server has ended before the
-            // service watched its process.
+            // Either the log reported the end of the server before the service saw its process end, or the server ended before
+            // the service watched its process.
             (None, Some((server, status))) => format!("server {server} exited with status {status}{words}"),
             (None, None) => format!("the server has ended{words}"),
         };
@@ -361,13 +355,13 @@ impl<S: Shell> Serving<'_, S> {
         true
     }
 
-    /// Starts the next server, unless a client has caused the start of one already.
+    /// Starts the next server, unless a new client has already caused the start of a server.
     pub(super) async fn revive(&mut self) -> Result<(), Failure> {
         let before = self.run.blockers.revival().map(|(_, reason)| reason.to_owned()).unwrap_or_default();
         self.run.blockers.clear(ClearedBy::Revival);
         let limits = self.limits();
-        // Another program may have changed the defaults of the control daemon, with which the next server starts. The defaults
-        // are therefore read and corrected before the next server starts.
+        // The next server starts with the control daemon's defaults, which another program may have changed. The service
+        // therefore checks and corrects the defaults first.
         let look = self.shell.inspect(&[], Some(&limits)).await?;
         self.keep_defaults(&look, &limits).await?;
         match self.prewarm(&limits).await {
@@ -392,7 +386,6 @@ impl<S: Shell> Serving<'_, S> {
     }
 }
 
-/// The time of the next attempt, as the end of a sentence.
 pub(super) fn tried_again(pause: Duration) -> String {
     if pause.is_zero() {
         "retrying at once".to_owned()
@@ -401,7 +394,6 @@ pub(super) fn tried_again(pause: Duration) -> String {
     }
 }
 
-/// A number of clients, in words.
 pub(crate) fn clients_counted(count: usize) -> String {
     if count == 1 { "1 client".to_owned() } else { format!("{count} clients") }
 }

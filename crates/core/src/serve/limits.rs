@@ -1,5 +1,5 @@
-//! Sets the limits of the order and keeps them in force. A container that runs as the host's root and can use the whole pipe
-//! directory can change the limits as the service can.
+//! Sets the limits of the order, and sets them again when another program has changed them. A container that runs as the host's
+//! root and has the whole pipe directory can change the limits, like the service.
 
 use alloc::format;
 use alloc::string::String;
@@ -11,20 +11,18 @@ use super::servers::{SERVER_PAUSE, SERVER_TIMEOUT, Server};
 use super::shell::{Failure, Shell};
 use crate::mps::{Inspection, Limits, ServerStatus};
 
-/// The time that the service waits until a server has written its limits to the log. Measured: below 1 ms.
+/// The longest time until a server has written its limits to the log. Measured: below 1 ms.
 pub(super) const LIMITS_TIMEOUT: Duration = Duration::from_secs(2);
 
-/// The statuses in which a server takes limits.
 pub(super) const TAKES_LIMITS: [ServerStatus; 2] = [ServerStatus::Active, ServerStatus::Unsupported];
 
 impl<S: Shell> Serving<'_, S> {
-    /// The limits that the order asks for on the GPUs of the running control daemon.
     pub(super) fn limits(&self) -> Limits {
         self.run.limits(&self.wanted)
     }
 
-    /// Asks the control daemon for its servers, their statuses, and the limits that differ from the order. The question leaves
-    /// out a faulted server.
+    /// Asks the control daemon for its servers, their statuses, and the limits that differ from the order. The question omits a
+    /// server that handles a fatal GPU error.
     pub(super) async fn inspect(&mut self) -> Result<Inspection, Failure> {
         let healing = self.run.blockers.fault().map(|fault| fault.server);
         let mut servers = self.run.servers.alive();
@@ -54,8 +52,8 @@ impl<S: Shell> Serving<'_, S> {
         Ok(())
     }
 
-    /// Sets the control daemon's defaults again, which are the limits of servers that are started later, if another program has
-    /// changed the defaults.
+    /// Sets the control daemon's defaults again if another program has changed them. The defaults are the limits of servers
+    /// that start later.
     pub(super) async fn keep_defaults(&mut self, look: &Inspection, limits: &Limits) -> Result<(), Failure> {
         if let Some(found) = look.differences.get(&None) {
             self.shell.tell(
@@ -70,9 +68,8 @@ impl<S: Shell> Serving<'_, S> {
         Ok(())
     }
 
-    /// Sets the limits of a running server for its next clients. The present clients of the server keep their limits. A
-    /// server that is just starting has the defaults of the moment when it was started, so this function waits until it has
-    /// started.
+    /// Sets the limits of a running server for its next clients. The present clients of the server keep their limits. A server
+    /// that is just starting has the defaults of the moment of its start, so this function waits until the server has started.
     pub(super) async fn set_live(&mut self, server: u32, limits: &Limits) -> Result<(), Failure> {
         let deadline = self.shell.now() + SERVER_TIMEOUT;
         let look = loop {
@@ -85,8 +82,8 @@ impl<S: Shell> Serving<'_, S> {
                     let ask_at = self.shell.now() + SERVER_PAUSE;
                     while self.step(ask_at).await? {}
                 }
-                // An earlier service may have read the log's lines about a fatal GPU error of the server, so this service learns
-                // of the error from the server's status. A faulted server gets its limits when it has recovered.
+                // An earlier process of the service may have read the log's lines about the fatal GPU error, so only the
+                // server's status shows the error now. A faulted server gets its limits after it has recovered.
                 ServerStatus::Fault if self.still_faulted(server).await? => {
                     self.fault_seen(server);
                     return Ok(());
@@ -96,7 +93,8 @@ impl<S: Shell> Serving<'_, S> {
                 ServerStatus::Active | ServerStatus::Unsupported => break look,
             }
         };
-        // While the server started, which can take long, another program may have changed the defaults of the control daemon.
+        // The start of a server can take long, and another program may have changed the defaults of the control daemon
+        // meanwhile.
         self.keep_defaults(&look, limits).await?;
         let has_written = self.run.servers.get(server).is_some_and(|known| known.has_written(limits));
         if has_written && self.difference(&look, server, limits).is_none() {
@@ -106,8 +104,8 @@ impl<S: Shell> Serving<'_, S> {
         self.give(server, limits).await
     }
 
-    /// The limits of a server that differ from the order, in words. The limits in the log are exact, but the log does not report
-    /// a percentage that is changed while the server runs.
+    /// The limits of a server that differ from the order, in words. The limits in the log are exact, but the log does not
+    /// report a percentage that is set while the server runs. The control daemon's answer is therefore used too.
     fn difference(&self, look: &Inspection, server: u32, limits: &Limits) -> Option<String> {
         let written = self.run.servers.get(server).and_then(|known| known.differs_from(limits));
         written.or_else(|| look.differences.get(&Some(server)).cloned())
@@ -123,8 +121,8 @@ impl<S: Shell> Serving<'_, S> {
         }
     }
 
-    /// Waits until a new server has written its limits to the log. If another program has changed the defaults before the
-    /// server started, the limits differ, and are set again.
+    /// Waits until a new server has written its limits to the log. If another program has changed the defaults before the start
+    /// of the server, the limits differ, and are set again.
     pub(super) async fn confirm_or_correct(&mut self, server: u32, limits: &Limits) -> Result<(), Failure> {
         let Some(difference) = self.confirm(server, limits).await? else { return Ok(()) };
         self.shell.tell(
@@ -138,17 +136,17 @@ impl<S: Shell> Serving<'_, S> {
         self.give(server, limits).await
     }
 
-    /// Waits until a server has written its limits to the log, since only the log is exact. Returns the difference to the
+    /// Waits until a server has written its limits to the log, since only the log is exact. Returns the difference from the
     /// order, in words. None if there is no difference.
     async fn confirm(&mut self, server: u32, limits: &Limits) -> Result<Option<String>, Failure> {
         let deadline = self.shell.now() + LIMITS_TIMEOUT;
-        // The first lines of the server in the log may still have the limits of the former order, so the service waits for
-        // lines with the new limits.
+        // The first lines of the server may have the limits of the former order, so the service waits for lines with the new
+        // limits.
         let in_force = |known: &Server| known.has_written(limits) && known.differs_from(limits).is_none();
         while !self.run.servers.get(server).is_some_and(in_force) && self.step(deadline).await? {}
         if !self.run.servers.get(server).is_some_and(|known| known.has_written(limits)) {
-            // The log lacks the lines with the server's limits: the disk may be full. If the log lacks these lines, the service
-            // sets the limits and then reads them from the control daemon, which rounds them to a GiB.
+            // The log lacks the lines with the server's limits, for example since the disk is full. The service sets the
+            // limits, and then can only compare them with the control daemon's answer, which is rounded to GiB.
             self.shell.set_limits(Some(server), limits).await?;
             self.shell.tell(
                 News::Warning,

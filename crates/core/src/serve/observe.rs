@@ -10,7 +10,6 @@ use crate::CoreTime;
 use crate::mps::Meaning;
 
 impl<S: Shell> Serving<'_, S> {
-    /// Waits for the next event, at most until `deadline`.
     pub(super) async fn next(
         &mut self,
         deadline: CoreTime,
@@ -23,8 +22,8 @@ impl<S: Shell> Serving<'_, S> {
         Ok(occurrence)
     }
 
-    /// Waits for the next event of the log or of the process, and records it. Returns false if no event has come
-    /// before the `deadline`.
+    /// Waits for the next event of the log or of the process, and records the event. Returns false if the deadline has passed
+    /// without an event.
     pub(super) async fn step(&mut self, deadline: CoreTime) -> Result<bool, Failure> {
         match self.next(deadline, false).await? {
             Occurrence::ServerEnded(server) => {
@@ -37,19 +36,18 @@ impl<S: Shell> Serving<'_, S> {
         }
     }
 
-    /// Waits for the next event, at most for `duration`. Returns the moment at which the wait has ended.
+    /// Waits for one event, at most for `duration`. Returns the moment at which the wait has ended.
     pub(super) async fn wait(&mut self, duration: Duration) -> Result<CoreTime, Failure> {
         self.step(self.shell.now() + duration).await?;
         Ok(self.shell.now())
     }
 
-    /// The failure that says how the control daemon has ended.
     pub async fn ended(&mut self) -> Failure {
-        // The last lines of the log explain the end of the control daemon. The service does not wait for older lines, since
-        // the next control daemon has to start.
+        // The last lines of the log explain the end of the control daemon. Older lines are skipped, since the next control
+        // daemon has to start soon.
         self.read(true).await;
-        // A server that a signal has stopped does not notice the end of its control daemon, and would keep the GPU occupied,
-        // so the service continues the server.
+        // A server that a signal has stopped does not notice the end of its control daemon, and would occupy the GPU forever.
+        // The service therefore continues the server.
         self.continue_if_stopped();
         self.shell.how_it_ended()
     }
@@ -83,8 +81,8 @@ impl<S: Shell> Serving<'_, S> {
         match said.meaning {
             Meaning::ServerReady(server) => {
                 self.shell.tell(News::Event, format!("server {server} is ready"));
-                // A process that has prevented the start of a server may have ended, so the service looks again for
-                // processes that use the GPUs without MPS.
+                // A process that has prevented the start of the server may have ended, so the service searches again for
+                // programs without MPS.
                 run.bypasses_at = Some(now);
             }
             Meaning::ServerExited { server, status: 0 } => {

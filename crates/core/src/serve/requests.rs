@@ -10,14 +10,14 @@ use super::shell::{Failure, Requested, Shell};
 use super::{Ended, Serving};
 use crate::Permit;
 
-/// The time that the service waits until a server without clients has ended, and the pause between two looks at the server.
-/// Measured: a server without clients ends within 70 ms to 2 s.
+/// The longest time until a server without clients has ended, and the pause between two checks of the server. Measured: a
+/// server without clients ends within 70 ms to 2 s.
 const IDLE_SERVER_TIMEOUT: Duration = Duration::from_secs(4);
 const IDLE_SERVER_PAUSE: Duration = Duration::from_millis(50);
 
 impl<S: Shell> Serving<'_, S> {
-    /// Carries out a request, unless its caller has stopped waiting. Returns how serving ends, if the request ends the control
-    /// daemon.
+    /// Carries out a request, unless its caller has stopped waiting. Returns how serving ends, if the request has ended the
+    /// control daemon.
     pub(super) async fn obey(&mut self, request: Requested) -> Option<Ended> {
         match request {
             Requested::Apply { force } => {
@@ -35,7 +35,7 @@ impl<S: Shell> Serving<'_, S> {
         None
     }
 
-    /// Makes a change that waits for the end of clients. Returns true if the control daemon was ended for the change.
+    /// Makes the change that waits for the end of clients. Returns true if the control daemon was ended for the change.
     async fn apply(&mut self, force: bool) -> Result<bool, String> {
         let Some(change) = self.run.blockers.why_it_ends() else { return Ok(false) };
         let clients = self.in_use().await;
@@ -52,8 +52,8 @@ impl<S: Shell> Serving<'_, S> {
         self.end(may_end).await.map(|()| true)
     }
 
-    /// Replaces the servers. New programs wait until the servers are replaced. If programs could reach a server after it
-    /// was asked to end, the server could get a client: the server would stay for this client, and take no other client.
+    /// Replaces the servers while new programs wait. Otherwise a server that was asked to end could still get a client. The
+    /// server would stay for this client, and refuse all other clients.
     async fn restart_servers(&mut self) -> Result<(), String> {
         let clients = self.in_use().await?;
         if clients == 0 {

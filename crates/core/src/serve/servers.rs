@@ -8,18 +8,17 @@ use core::time::Duration;
 
 use crate::mps::{Limits, Meaning};
 
-/// The time that the service waits until a new server is ready. Measured: a server with one GPU is ready after 0.15 s. A server
-/// opens its GPUs one after the other.
+/// The longest time until a new server is ready. Measured: 0.15 s for a server with one GPU. A server opens its GPUs one after
+/// the other.
 pub(super) const SERVER_TIMEOUT: Duration = Duration::from_secs(60);
 
-/// The longest pause between two questions about a new server's status. Usually a line in the log says sooner that the server is
-/// ready.
+/// The longest pause between two questions about the status of a new server. Usually a line in the log says sooner that the
+/// server is ready.
 pub(super) const SERVER_PAUSE: Duration = Duration::from_millis(50);
 
-/// The facts about one server that the log has reported.
 #[derive(Debug, Clone, PartialEq, Default)]
 pub(super) struct Server {
-    /// The number of the server in the order in which servers were started.
+    /// The number of the server in the order in which servers started.
     number: u64,
     pub(super) ready: bool,
     pub(super) exit_status: Option<i32>,
@@ -29,16 +28,14 @@ pub(super) struct Server {
     pub(super) memory_bytes: BTreeMap<usize, u64>,
 }
 
-/// The servers by PID. A server that has ended stays in this record for a while: its exit status explains the start
-/// of the next server.
+/// The servers by PID. A server that has ended stays in this record for a while, since its exit status explains the start of
+/// the next server.
 #[derive(Debug, Default)]
 pub(super) struct Servers {
     known: BTreeMap<u32, Server>,
-    /// The number of servers that were started so far.
     came: u64,
 }
 
-/// The most servers of a control daemon that are remembered, including those that have ended.
 const KEPT: usize = 8;
 
 impl Servers {
@@ -46,7 +43,6 @@ impl Servers {
         self.known.get(&pid)
     }
 
-    /// The record of the server with this PID. A PID that is not known yet belongs to a new server.
     fn entry(&mut self, pid: u32) -> &mut Server {
         self.known.entry(pid).or_insert_with(|| {
             self.came += 1;
@@ -54,7 +50,7 @@ impl Servers {
         })
     }
 
-    /// The servers in the order of their start. The order of their PIDs differs, since PIDs wrap around.
+    /// The servers in the order of their start. Their PIDs can't tell this order, since PIDs wrap around.
     fn in_order(&self) -> Vec<(u32, &Server)> {
         let mut servers: Vec<_> = self.known.iter().map(|(pid, server)| (*pid, server)).collect();
         servers.sort_by_key(|(_, server)| server.number);
@@ -67,23 +63,21 @@ impl Servers {
         servers.filter(|(_, server)| server.exit_status.is_none()).map(|(pid, _)| pid).collect()
     }
 
-    /// The PIDs of the servers that are ready and have not ended.
     pub(super) fn ready(&self) -> Vec<u32> {
         self.alive().into_iter().filter(|pid| self.get(*pid).is_some_and(|server| server.ready)).collect()
     }
 
-    /// The user for whom the newest living server was started.
+    /// The user for whom the newest running server was started. None if the log has not reported the user.
     pub(super) fn user_served(&self) -> Option<u32> {
         let alive = self.in_order().into_iter().rev().find(|(_, server)| server.exit_status.is_none());
         alive.and_then(|(_, server)| server.uid)
     }
 
-    /// The last server that has ended, with its exit status.
     pub(super) fn last_exit(&self) -> Option<(u32, i32)> {
         self.in_order().into_iter().rev().find_map(|(pid, server)| Some((pid, server.exit_status?)))
     }
 
-    /// Forgets all servers that are not in `alive`.
+    /// Forgets all servers that are not in `alive`, and adds the servers in `alive` that are not known yet.
     pub(super) fn keep(&mut self, alive: &[u32]) {
         self.known.retain(|pid, _| alive.contains(pid));
         for pid in alive {
@@ -99,12 +93,12 @@ impl Servers {
         self.known.remove(&pid);
     }
 
-    /// Forgets the limits that a server has written to the log, since the server is about to get other limits.
+    /// Forgets the limits that a server has written to the log, since the service is about to set other limits.
     pub(super) fn expect_limits(&mut self, pid: u32) {
         let server = self.entry(pid);
         server.memory_bytes.clear();
-        // The log does not report a thread percentage that is set while the server runs, so the server's thread percentage
-        // is unknown until the control daemon reports it.
+        // A server does not log a thread percentage that is set while it runs. The percentage is unknown until the control
+        // daemon confirms it.
         server.thread_tenths = None;
     }
 
@@ -135,12 +129,12 @@ impl Servers {
 }
 
 impl Server {
-    /// Returns whether the server has written all of these limits to the log.
+    /// Returns whether the log has a value for each of these limits. The logged values may differ from `limits`.
     pub(super) fn has_written(&self, limits: &Limits) -> bool {
         self.thread_tenths.is_some() && limits.enforced.iter().all(|gpu| self.memory_bytes.contains_key(gpu))
     }
 
-    /// The first limit that the server has in force and that differs from `limits`, in words. None if none differs.
+    /// The first limit in the server's log lines that differs from `limits`, in words. None if no limit differs.
     pub(super) fn differs_from(&self, limits: &Limits) -> Option<String> {
         let percentage = limits.thread_percentage;
         if let Some(tenths) = self.thread_tenths.filter(|tenths| *tenths != u32::from(percentage) * 10) {

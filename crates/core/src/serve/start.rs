@@ -1,5 +1,5 @@
-//! The start of a control daemon. First the service ends a foreign control daemon that listens in the same directories, if
-//! no work is lost; then the service sets the compute mode of the GPUs, and starts the process of the control daemon.
+//! The start of a control daemon. First the service ends a foreign control daemon that listens in the same directories, if no
+//! work is lost. Then the service sets the compute mode of the GPUs, and starts the process of the control daemon.
 
 use alloc::collections::BTreeSet;
 use alloc::format;
@@ -13,57 +13,50 @@ use super::shell::Failure;
 use crate::view::ControlDaemonState;
 use crate::{CoreTime, GpuUuid, Permit};
 
-/// A directory in which another control daemon may listen.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum StartPlace {
-    /// The directory in which the service's control daemon makes its socket.
+    /// The directory in which the service's own control daemon makes its socket.
     Own,
-    /// The pipe directory, if the control daemon makes its socket in another directory. An earlier version of this service, or
+    /// The pipe directory, if the control daemon makes its socket in another directory. An earlier version of the service, or
     /// another program, may have started a control daemon in the pipe directory.
     Pipe,
 }
 
-/// A foreign control daemon, which the service has not started, in a directory of the control daemon that should
+/// A foreign control daemon: the service has not started it, and it listens in a directory of the control daemon that should
 /// start.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Stranger {
-    /// The PID of the foreign control daemon. None if the PID is not known.
+    /// None if the PID is not known.
     pub pid: Option<u32>,
-    /// The directory in which the foreign control daemon listens, for messages.
     pub directory: String,
     /// The command with which an administrator can end the foreign control daemon.
     pub end_it: String,
-    /// The number of clients of the foreign control daemon. An error is the reason why the number is not known.
+    /// The number of the foreign control daemon's clients, or the reason why the number is not known.
     pub clients: Result<usize, String>,
 }
 
-/// The questions and acts for the start of a control daemon. Each call has its own deadline, so no call waits
-/// forever.
+/// The questions and acts for the start of a control daemon. Each call has its own deadline, so no call waits forever.
 pub trait Starter: Send {
-    /// The questions and acts about GPUs.
     type Gpus: GpuShell;
 
-    /// The questions and acts about GPUs.
     fn gpus(&mut self) -> &mut Self::Gpus;
 
-    /// The present moment.
     fn now(&self) -> CoreTime;
 
-    /// Finds the program of control daemons.
+    /// Finds NVIDIA's program `nvidia-cuda-mps-control`.
     ///
     /// # Errors
     /// The program does not exist.
     fn find_program(&mut self) -> Result<(), Failure>;
 
-    /// The control daemon that listens in this directory. None if no process listens in the directory. An error means that
-    /// the front end can't be run.
+    /// The foreign control daemon that listens in this directory. None if no process listens there. An error means that the
+    /// front end can't be run.
     fn stranger(
         &mut self,
         place: StartPlace,
     ) -> impl Future<Output = Result<Option<Stranger>, Failure>> + Send;
 
-    /// Asks a foreign control daemon to end as soon as it has no client. Returns true if the foreign control daemon
-    /// has ended.
+    /// Asks a foreign control daemon to end as soon as it has no client. Returns true if the foreign control daemon has ended.
     fn end_stranger(
         &mut self,
         place: StartPlace,
@@ -71,27 +64,24 @@ pub trait Starter: Send {
         may_end: Permit,
     ) -> impl Future<Output = Result<bool, Failure>> + Send;
 
-    /// Opens the directories that the order names for the control daemon. Returns true if the control daemon makes its
-    /// socket in another directory than the pipe directory.
+    /// Opens the directories that the order names for the control daemon. Returns true if the control daemon makes its socket
+    /// in another directory than the pipe directory.
     ///
     /// # Errors
     /// A directory can't be used.
     fn open_directories(&mut self) -> Result<bool, Failure>;
 
-    /// Starts the control daemon with these GPUs, and records its process in the state file.
+    /// Starts the process of the control daemon with these GPUs, and records the process in the state file.
     fn spawn(
         &mut self,
         gpus: &[GpuUuid],
         multiuser: bool,
     ) -> impl Future<Output = Result<(), Failure>> + Send;
 
-    /// Waits until the started control daemon listens in its directory.
     fn comes_up(&mut self, reach: &mut GpuReach) -> impl Future<Output = Result<(), Failure>> + Send;
 
-    /// Records that the started process has ended.
     fn has_ended(&mut self);
 
-    /// Reports that a step of the start is done.
     fn passed(&self, step: &'static str, text: &str);
 }
 
@@ -100,9 +90,9 @@ pub trait Starter: Send {
 pub struct WantedUsers {
     /// True if the control daemon should serve several users at the same time. False if users take turns.
     pub multiuser: bool,
-    /// True if the control daemon may serve one user at a time when its driver refuses several users.
+    /// True if the control daemon may serve one user at a time when the driver refuses several users.
     pub is_optional: bool,
-    /// The value of `cuda_mps_multiuser` with which an administrator asks for one user at a time.
+    /// The value of the option `cuda_mps_multiuser` with which an administrator selects one user at a time, for messages.
     pub without: &'static str,
 }
 
@@ -124,8 +114,8 @@ pub async fn start(
     }
     let mut there = reach.look(shell.gpus(), wanted).await.unwrap_or_default();
     there.retain(|gpu, _| !reach.is_left_out(gpu));
-    // No control daemon of the service runs yet. Processes that NVML lists as MPS clients may belong to a server that is
-    // ending, so these processes do not count as programs without MPS.
+    // No control daemon of the service runs yet, but an earlier server may still be ending. Processes that NVML lists as MPS
+    // clients may be its clients, so they do not count as programs without MPS.
     let (clients, now) = (clients_among(&there), shell.now());
     reach.find_bypasses(shell.gpus(), wanted, &there, (&BTreeSet::new(), &clients), now);
     reach.take_modes(shell.gpus(), wanted).await;
@@ -156,8 +146,8 @@ pub async fn start(
     Ok(multiuser)
 }
 
-/// Makes sure that no foreign control daemon listens in this directory. A foreign control daemon without clients is ended,
-/// no matter who started it.
+/// Makes sure that no foreign control daemon listens in this directory. A foreign control daemon without clients is ended, no
+/// matter which program has started it.
 async fn make_way(shell: &mut impl Starter, place: StartPlace) -> Result<(), Failure> {
     let Some(Stranger { pid, directory, end_it, clients }) = shell.stranger(place).await? else {
         return Ok(());

@@ -8,8 +8,7 @@ use super::news::News;
 use super::shell::{Failure, Shell};
 
 impl<S: Shell> Serving<'_, S> {
-    /// Finds out if the service can go on serving with the control daemon, which still lives. Returns false if the control
-    /// daemon has ended meanwhile.
+    /// Takes over a control daemon that still runs. Returns false if the control daemon has ended meanwhile.
     ///
     /// # Errors
     /// Another control daemon listens in the control daemon's directory.
@@ -28,8 +27,8 @@ impl<S: Shell> Serving<'_, S> {
                 )));
             }
             Err(Failure::Ended { .. }) => return Ok(false),
-            // The control daemon hangs or can't be reached. The control daemon may have clients, so the service takes it
-            // over, and records as a blocker that it gives no answer.
+            // The control daemon hangs or can't be reached, but may have clients. The service takes it over, and a blocker
+            // records that it does not answer.
             Err(failure) => {
                 self.run.blockers.observe(Some(Blocker::no_answer(failure.into_text())));
             }

@@ -1,5 +1,5 @@
 //! Finds clients that wait for a server. Without multi-user mode the users of a control daemon take turns, and a client that
-//! waits for its turn gets no message.
+//! waits for its turn gets no message about it.
 
 use alloc::collections::{BTreeMap, BTreeSet};
 use alloc::format;
@@ -13,22 +13,19 @@ use crate::CoreTime;
 use crate::mps::Meaning;
 use crate::terms::ProcessId;
 
-/// The time that a client waits before the service reports that it waits, and the time until the next report. Measured: the
-/// first client waits 0.15 s for its server to start.
+/// A client is reported after it has waited for this time. Measured: the first client waits 0.15 s for its server to start.
 const PATIENCE: Duration = Duration::from_secs(5);
 
-/// The most waiting clients that the service remembers: of all users together, and of one user. A user can start any number of
-/// clients.
+/// The most waiting clients that the service remembers: of all users together, and of one user. Without a limit, a user could
+/// fill the memory, since a user can start any number of clients.
 const KEPT: usize = 64;
 const KEPT_OF_A_USER: usize = 16;
 
-/// The clients that wait for a server according to the log.
 #[derive(Debug, Default)]
 pub(super) struct WaitingClients {
     waiting: BTreeMap<u32, WaitingClient>,
-    /// The users of whom the service has reported a waiting client.
+    /// The users for whom a waiting client was reported.
     told: BTreeSet<u32>,
-    /// The time of the next look at the waiting clients. None if no client waits.
     pub(super) due: Option<CoreTime>,
 }
 
@@ -57,14 +54,14 @@ impl WaitingClients {
     }
 
     fn admitted(&mut self, client: u32, now: CoreTime) {
-        // A client that is shown as waiting is now admitted. The next look at the waiting clients comes at once, and removes
-        // the admitted client from the published list.
+        // The admitted client may be published as waiting. The check is then due at once, and removes the client from the
+        // published list.
         if self.waiting.remove(&client).is_some_and(|one| one.is_long_waiting(now)) {
             self.due = Some(now);
         }
     }
 
-    /// Forgets the clients that have ended. Returns the clients that have waited long, each with its user.
+    /// Forgets the clients that have ended. Returns the clients that have waited long, each with its user id.
     fn take_long_waiting(
         &mut self,
         now: CoreTime,
@@ -79,7 +76,7 @@ impl WaitingClients {
         long.map(|one| (one.process, one.uid)).collect()
     }
 
-    /// The first waiting client of each user who was not reported yet.
+    /// The first waiting client of each user for whom no client was reported yet.
     fn take_untold(&mut self, waiting: &[(ProcessId, u32)]) -> Vec<(ProcessId, u32)> {
         self.told.retain(|uid| waiting.iter().any(|(_, waits)| waits == uid));
         waiting.iter().filter(|(_, uid)| self.told.insert(*uid)).copied().collect()
@@ -92,8 +89,8 @@ impl<S: Shell> Serving<'_, S> {
         let waiting = &mut self.run.waiting_clients;
         match *meaning {
             Meaning::ClientAdmitted(client) => waiting.admitted(client, now),
-            // The line of the log may be old, and another process may have the client's PID now, so the process with this PID
-            // must run as the user in the line.
+            // The line of the log may be old, and another process may have the client's PID now. The process must therefore run
+            // as the user in the line.
             Meaning::ClientPending { client, uid } if waiting.has_room(uid) => {
                 let process = self.shell.process(client);
                 if let Some(process) = process.filter(|_| self.shell.runs_as(client, uid)) {
@@ -104,8 +101,7 @@ impl<S: Shell> Serving<'_, S> {
         }
     }
 
-    /// Finds the clients that still wait, and reports one client of each user. Users take turns if the control daemon serves
-    /// one user at a time.
+    /// Reports one client of each user that has waited long, and publishes all clients that have waited long.
     pub(super) fn tell_waiting(&mut self) {
         let served_alone = self.run.servers.user_served().filter(|_| !self.run.multiuser);
         let (now, shell) = (self.shell.now(), &self.shell);

@@ -14,22 +14,23 @@ use crate::mps::Meaning;
 use crate::view::DaemonView;
 use crate::{CoreTime, Permit};
 
-/// The time between two health checks of a control daemon without clients, and of one with clients. If a control daemon hangs,
-/// its next client hangs too.
+/// The time between two health checks of a control daemon without clients, and of a control daemon with clients. If a control
+/// daemon hangs, its next client hangs too.
 const CHECK_PERIOD: Duration = Duration::from_secs(30);
 const CHECK_PERIOD_IN_USE: Duration = Duration::from_secs(10);
 
 /// The time between two checks of a control daemon that does not answer.
 const MISSED_PERIOD: Duration = Duration::from_secs(1);
 
-/// The time until the next health check if the log has reported limits that differ from the configured ones.
+/// The time until the next health check after the log has reported limits that differ from the order.
 const CHECK_SOON: Duration = Duration::from_millis(100);
 
-/// The time between two counts of the clients while a change waits for their end. The log reports the end of most
-/// clients at once.
+/// The time between two counts of the clients, while a change waits for their end. The log reports the end of most clients at
+/// once, so the count finds only the other ends.
 const CLIENTS_PERIOD: Duration = Duration::from_secs(10);
 
-/// A task for a control daemon that serves. If two tasks are due at the same moment, the first in this list comes first.
+/// A task for a control daemon that serves. If two tasks are due at the same moment, the upper variant in this list comes
+/// first.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 enum Task {
     Check,
@@ -37,24 +38,24 @@ enum Task {
     Heal,
     /// Start the next server.
     Revive,
-    /// Look for processes that use the GPUs without a server.
+    /// Search for processes that use the GPUs without a server.
     Bypasses,
     /// Count the clients on full GPUs.
     Capacity,
-    /// Look for clients that wait for a server.
+    /// Check which clients still wait for a server.
     WaitingClients,
     /// End the control daemon if it has no client.
     EndIfIdle,
 }
 
-/// The task that is due first, and its time. A task without a time is not due.
+/// The task that is due first, and its time. A task whose time is None is not due.
 fn first(check: CoreTime, others: &[(Option<CoreTime>, Task)]) -> (CoreTime, Task) {
     let wanted = others.iter().filter_map(|(at, task)| Some(((*at)?, *task)));
     wanted.fold((check, Task::Check), Ord::min)
 }
 
 impl<S: Shell> Serving<'_, S> {
-    /// Watches the control daemon until it ends or has to be given its order again.
+    /// Watches the control daemon until it ends or needs its order again.
     pub(super) async fn watch(&mut self) -> Result<Ended, Failure> {
         let now = self.shell.now();
         self.run.check_at = if self.run.blockers.is_unreached() { now } else { now + CHECK_PERIOD };
@@ -72,8 +73,7 @@ impl<S: Shell> Serving<'_, S> {
             match done {
                 Ok(None) => {}
                 Ok(Some(ended)) => return Ok(ended),
-                // A command without an answer counts as one check without an answer. The health check then counts further
-                // checks without an answer.
+                // A command without an answer counts as one check without an answer. The health check continues this count.
                 Err(Failure::Silent(error)) => {
                     self.missed(error);
                     self.show_state();
@@ -91,7 +91,7 @@ impl<S: Shell> Serving<'_, S> {
         if ends && core::mem::take(&mut run.client_left) {
             run.count_at = run.count_at.min(self.shell.now() + CLIENT_LEFT_PAUSE);
         }
-        // A server can't be started while the control daemon can't be reached, so the start of the next server waits.
+        // No server can be started while the control daemon can't be reached, so the start of the next server waits.
         let revival = run.blockers.revival().filter(|_| !run.blockers.is_unreached());
         let revival = revival.map(|(at, _)| at);
         let others = [
@@ -182,7 +182,7 @@ impl<S: Shell> Serving<'_, S> {
         None
     }
 
-    /// Returns true if new clients can still reach the control daemon, which should end.
+    /// Returns whether new clients can still reach the control daemon, though it should end.
     fn takes_clients(&self) -> bool {
         !self.wanted.retiring && !self.run.blockers.is_unreached()
     }
@@ -197,7 +197,6 @@ impl<S: Shell> Serving<'_, S> {
         }
     }
 
-    /// Counts one more check without an answer.
     pub(super) fn missed(&mut self, error: String) {
         if self.run.blockers.observe(Some(Blocker::no_answer(error.clone()))) == Change::FirstMiss {
             self.shell.tell(News::Warning, error);

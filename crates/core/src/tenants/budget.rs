@@ -1,5 +1,6 @@
-//! The budget of a slice: the memory and the number of clients in its size limit all its clients together. This file chooses the
-//! clients that lose their work if the slice exceeds its budget. The driver limits only the memory of single processes.
+//! The budget of a slice: the memory and the number of clients that all clients of the slice may have together. This file
+//! chooses the clients that lose their work if the slice exceeds its budget. The driver does not enforce the budget, since it
+//! limits only the memory of single processes.
 
 use alloc::collections::BTreeSet;
 use alloc::format;
@@ -10,17 +11,16 @@ use crate::serve::clients_counted;
 use crate::terms::{ProcessId, SliceSize};
 use crate::{Cause, Permit};
 
-/// The memory and the number of some clients together.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct InUse {
     /// The number of the clients. Each client is a process.
     pub clients: u32,
-    /// The memory that the clients hold, in MiB. None if the driver does not report the memory of one of the clients.
+    /// None if the driver does not report the memory of one of the clients.
     pub memory_mib: Option<u64>,
 }
 
 impl InUse {
-    /// The use by all these clients together: `clients` has the memory of each client.
+    /// The sum over all clients. `clients` has the memory of each client.
     pub fn sum(clients: impl IntoIterator<Item = Option<u64>>) -> Self {
         let nothing = Self { clients: 0, memory_mib: Some(0) };
         clients.into_iter().fold(nothing, |all, memory_mib| Self {
@@ -30,17 +30,14 @@ impl InUse {
     }
 }
 
-/// A part of a budget that clients can exceed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Part {
-    /// The memory of all clients together.
     Memory,
-    /// The number of clients.
     Clients,
 }
 
 impl Part {
-    /// The word for the part in the signal on D-Bus.
+    /// The word for the part on D-Bus.
     pub fn as_str(self) -> &'static str {
         match self {
             Self::Memory => "memory",
@@ -49,39 +46,37 @@ impl Part {
     }
 }
 
-/// A client of a slice. `T` is the type of a tenant.
+/// A client of a slice. The type `T` identifies a tenant.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Member<T> {
-    /// The process of the client.
     pub process: ProcessId,
-    /// The memory that the client holds. None if the driver does not report the client's memory.
+    /// None if the driver does not report the client's memory.
     pub memory_mib: Option<u64>,
-    /// True if only the environment of the client says that it has the slice.
+    /// True if only the client's environment names the slice. Any program can set its environment.
     pub only_claims: bool,
-    /// The tenant for whom the client works. None if the tenant is not known.
+    /// None if the tenant is not known.
     pub tenant: Option<T>,
-    /// True if the service must not end the client's work, or can't end it.
+    /// True if the service must not or can't end the client's work.
     pub stays: bool,
 }
 
-/// The use by all of these members together.
 pub fn in_use<'m, T: 'm>(members: impl IntoIterator<Item = &'m Member<T>>) -> InUse {
     InUse::sum(members.into_iter().map(|member| member.memory_mib))
 }
 
-/// The parts of the budget that this use exceeds. Unknown memory never exceeds a budget.
+/// The parts of the budget that are exceeded. Unknown memory does not exceed a budget.
 pub fn exceeded(budget: SliceSize, all: InUse) -> BTreeSet<Part> {
     let memory = all.memory_mib.is_some_and(|memory| memory > budget.memory_mib);
     let parts = [(Part::Memory, memory), (Part::Clients, all.clients > budget.max_clients)];
     parts.into_iter().filter_map(|(part, exceeded)| exceeded.then_some(part)).collect()
 }
 
-/// The permit to end the work of members of a slice that is over its budget.
+/// The permit to end work of the members of a slice that is over its budget.
 ///
 /// # Errors
-/// The reason why the members may belong to several tenants. If the members may belong to several tenants, it is not known
-/// which tenant exceeds the budget: any program can name a slice in its environment, and a foreign program may be older than
-/// the clients of the slice's tenant. The service ends no work of a slice whose members may belong to several tenants.
+/// The reason why the members may belong to several tenants. It is then not known which tenant exceeds the budget: any program
+/// can name a slice in its environment, and a foreign program may be older than the clients of the slice's tenant. The service
+/// ends no work of the slice in this case.
 pub fn may_cut_back<T: PartialEq>(members: &[Member<T>]) -> Result<Permit, String> {
     if let Some(claims) = members.iter().find(|member| member.only_claims) {
         let pid = claims.process.pid;
@@ -95,9 +90,9 @@ pub fn may_cut_back<T: PartialEq>(members: &[Member<T>]) -> Result<Permit, Strin
     Err(format!("processes {one} and {two} belong to different users or containers"))
 }
 
-/// The member of a slice that loses its work next. None if the remaining members fit into the budget, or if no member may be
-/// ended. The newest member comes first, unless another member may have lost its work already: no other member loses work
-/// until it is clear if that member has work left. The oldest member always fits, since the driver limits a single process.
+/// The member of a slice that loses its work next. None if the other members fit into the budget, or if no member may be ended.
+/// The newest member comes first. A member that may already have lost its work comes before all others, until the service knows
+/// if this member has work. The oldest member always fits, since the driver limits a single process.
 pub fn next_victim<T>(
     budget: SliceSize,
     members: &[Member<T>],
@@ -112,7 +107,7 @@ pub fn next_victim<T>(
     first.or_else(newest).filter(|member| !member.stays).map(|member| member.process)
 }
 
-/// The exceeded parts of a budget, in words. The text stays the same while clients come and go.
+/// The exceeded parts of a budget, in words. The text does not change while clients come and go.
 pub fn describe(budget: SliceSize, exceeded: &BTreeSet<Part>) -> String {
     let word = |part: &Part| match part {
         Part::Memory => {
@@ -137,7 +132,6 @@ mod tests {
 
     use super::*;
 
-    /// A tenant of the tests: a user and a container.
     type Tenant = (u32, String);
 
     type Member = super::Member<Tenant>;
@@ -180,7 +174,6 @@ mod tests {
         Member { stays: true, ..member(pid, start_time, memory_mib) }
     }
 
-    /// The members that lose their work, in the order in which they lose it.
     fn victims(budget: SliceSize, members: &[Member]) -> Vec<ProcessId> {
         let (mut rest, mut gone) = (members.to_vec(), Vec::new());
         while let Some(next) = next_victim(budget, &rest, |_| false) {

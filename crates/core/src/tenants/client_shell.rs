@@ -1,5 +1,5 @@
-//! The questions and acts with which clients' work is ended. The service carries out these questions and acts with NVIDIA's
-//! front end, the kernel and NVML; the tests carry them out in memory.
+//! The questions and acts that end clients' work. The service carries them out with NVIDIA's front end, the kernel and NVML.
+//! The tests carry them out in memory.
 
 use alloc::borrow::ToOwned;
 use alloc::collections::{BTreeMap, BTreeSet};
@@ -10,49 +10,45 @@ use core::time::Duration;
 use crate::mps::{Client, ServerStatus};
 use crate::{CoreTime, GpuUuid, Permit};
 
-/// The connections of a client to a server, by the numbers that the control daemon gives them.
+/// The connections of a client to a server, by the numbers that the control daemon gives them. None stands for a connection
+/// without a number.
 pub type Connections = BTreeSet<Option<u64>>;
 
-/// A client as its control daemon lists it.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct ListedClient {
-    /// The start time of the process that had the client's PID when the list was read. None if no process had the
-    /// PID.
+    /// The start time of the process that had the client's PID when the list was read. None if no process had the PID.
     pub started: Option<u64>,
     pub connections: Connections,
-    /// The beginnings of the UUIDs of the client's GPUs. An empty text stands for an unknown GPU.
+    /// The first characters of the UUIDs of the client's GPUs. An empty text stands for an unknown GPU.
     pub gpus: BTreeSet<String>,
 }
 
 impl ListedClient {
-    /// Returns whether the client may use one of these GPUs.
+    /// Returns whether the client may use one of these GPUs. An unknown GPU may be any of them.
     pub fn may_be_on(&self, gpus: &[GpuUuid]) -> bool {
         self.gpus.iter().any(|prefix| gpus.iter().any(|uuid| uuid.starts_with(prefix.as_str())))
     }
 }
 
-/// The answer of a control daemon that was asked for its clients.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct DaemonClients {
-    /// The GPUs of the control daemon. None if this service has not started the control daemon, and so does not know
-    /// its GPUs.
+    /// None if this service has not started the control daemon, and therefore does not know its GPUs.
     pub gpus: Option<Vec<GpuUuid>>,
-    /// The clients, by server and PID.
+    /// The key has the PIDs of the server and of the client.
     pub clients: BTreeMap<(u32, u32), ListedClient>,
-    /// The servers that handled a fatal GPU error when the list was made. During a fatal GPU error the list may name
-    /// no client.
+    /// The servers that handled a fatal GPU error when the list was made. The list may then lack clients.
     pub faulted: BTreeSet<u32>,
-    /// True if another control daemon may have answered the question, since it has listened in the control daemon's directory
-    /// before or after the question.
+    /// True if another control daemon has listened in the control daemon's directory before or after the question, and may have
+    /// answered the question.
     pub place_is_taken: bool,
 }
 
 /// The answer of a control daemon, or the reason, in words, why it has not listed its clients. None if the control daemon has
-/// ended or has no server, and so has no client.
+/// ended or has no server, and therefore has no client.
 pub type ListAnswer = Result<Option<DaemonClients>, String>;
 
-/// Groups connections by server and client. A client of two GPUs has two connections. `started` returns the start time of the
-/// process that has a PID.
+/// Groups connections by server and client, since a client of two GPUs has two connections. `started` returns the start time of
+/// the process with a PID.
 pub fn by_client(
     connections: Vec<Client>,
     started: impl Fn(u32) -> Option<u64>,
@@ -67,28 +63,24 @@ pub fn by_client(
     clients
 }
 
-/// The result of an attempt to end a client's GPU work at one server.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum ClientEnd {
-    /// The client's GPU work has ended. The program gets CUDA error 810. The connections of the client stay listed until its
-    /// next call to CUDA, but are useless.
+    /// The client's GPU work has ended, and the program gets CUDA error 810. The client's connections stay listed until its
+    /// next CUDA call, but are useless.
     Done,
-    /// The control daemon has no such server, or the server has no such client: the client has just ended, or has not connected
-    /// to the server yet.
+    /// The server or the client does not exist any more, or the client has not connected to the server yet.
     NotThere,
     /// The server handles a fatal GPU error, so the service has done nothing.
     Faulted,
-    /// The client is stopped and can't be continued, for this reason. Apart from its attempt to continue the client,
-    /// the service has done nothing.
+    /// The client is stopped and can't be continued, for this reason. The service has done nothing else.
     StaysStopped(String),
-    /// The control daemon has not reported the status of the server, so the service has done nothing.
+    /// The control daemon has not reported the status of the server, for this reason, so the service has done nothing.
     NotAsked(String),
-    /// The control daemon has not answered, so the client's work may or may not have ended.
+    /// The control daemon has not answered, for this reason. The client's work may or may not have ended.
     NotKnown(String),
 }
 
-/// The clients of the control daemons that have answered, each with its control daemon. The result also has the first reason
-/// why clients may be missing.
+/// The clients of the control daemons that have answered. The second value is the first reason why clients may be missing.
 pub fn known_clients<C>(listed: Vec<(C, ListAnswer)>) -> (Vec<(C, DaemonClients)>, Option<String>) {
     let (mut known, mut missing) = (Vec::new(), None);
     for (control, clients) in listed {
@@ -105,27 +97,24 @@ pub fn known_clients<C>(listed: Vec<(C, ListAnswer)>) -> (Vec<(C, DaemonClients)
     (known, missing)
 }
 
-/// The questions and acts with which clients' work is ended. Each call has its own deadline, so no call waits forever. Errors
-/// are texts for people.
+/// The questions and acts that end clients' work. Each call has its own deadline, so no call waits forever. Errors are texts
+/// for messages.
 pub trait ClientShell: Send {
-    /// Reaches one control daemon.
+    /// Identifies one control daemon, to which questions and requests can be sent.
     type Control: Clone + Send + Sync;
 
     /// A handle of a process. The handle never refers to a later process with the same PID.
     type Held: Clone + Send + Sync;
 
-    /// Keeps a process running that was stopped: until this value is dropped, the process is continued each time that it is
-    /// stopped.
+    /// While this value exists, the service continues the process each time that a signal stops it.
     type GoingOn: Send;
 
-    /// The present moment.
     fn now(&self) -> CoreTime;
 
-    /// Waits.
     fn pause(&mut self, duration: Duration) -> impl Future<Output = ()> + Send;
 
-    /// Asks every control daemon for its clients, all at once: a hung control daemon must not use up the time of the other
-    /// control daemons.
+    /// Asks all control daemons for their clients at the same time. A hung control daemon thus does not use up the time of the
+    /// other control daemons.
     fn list(&mut self) -> impl Future<Output = Vec<(Self::Control, ListAnswer)>> + Send;
 
     /// Returns a handle of the process that has this PID now. None if no process has the PID.
@@ -137,22 +126,18 @@ pub trait ClientShell: Send {
     /// Returns whether the process lives. A zombie does not live.
     fn is_alive(&self, held: &Self::Held) -> bool;
 
-    /// Asks a control daemon for the status of a server.
     fn server_status(
         &mut self,
         control: &Self::Control,
         server: u32,
     ) -> impl Future<Output = Result<ServerStatus, String>> + Send;
 
-    /// Continues a process that is stopped by a signal or frozen by a control group.
-    ///
-    /// # Errors
-    /// The process can't be continued.
+    /// Continues a process that a signal has stopped or a control group has frozen.
     fn go_on(&mut self, held: &Self::Held) -> impl Future<Output = Result<Self::GoingOn, String>> + Send;
 
-    /// Ends the GPU work of one client of a server; the server's other clients go on. Until the client's GPU work has ended,
-    /// the control daemon waits for the client, and does not answer other requests. The client must not be stopped by a
-    /// signal until its GPU work has ended.
+    /// Ends the GPU work of one client of a server; the server's other clients go on. The control daemon waits until the
+    /// client's work has ended, and answers no other request meanwhile. A stopped client would not end, so `client` continues
+    /// the client each time that a signal stops it.
     fn terminate_client(
         &mut self,
         control: &Self::Control,

@@ -5,9 +5,9 @@ use crate::Permit;
 use crate::mps::ServerStatus;
 
 /// Ends the GPU work of one client at one of its servers. A client that is stopped or frozen is continued first, and again each
-/// time that it stops before the control daemon answers. The service never kills a client, since that would be a fault for the
-/// server's other clients. If the server handles a fatal GPU error, the service does nothing: the control daemon would wait for
-/// the client, and answer no other request (measured: 32 s, until the client ended).
+/// time that it stops before the control daemon answers. The service never kills the client, since its death could cause a
+/// fault for the server's other clients. If the server handles a fatal GPU error, the service does nothing. The control daemon
+/// would wait for the client and answer no other request (measured: 32 s, until the client ended).
 pub async fn end_client<S: ClientShell>(
     shell: &mut S,
     control: &S::Control,
@@ -25,8 +25,8 @@ pub async fn end_client<S: ClientShell>(
         Err(why) if shell.is_alive(held) => return ClientEnd::StaysStopped(why),
         Err(_) => return ClientEnd::NotThere,
     };
-    // The handle `held` was opened before this check. If the process of `held` has ended, the PID may belong to another
-    // process, which must not be ended.
+    // `held` was opened before this check. If its process has ended, the PID may belong to another process, which must not be
+    // ended.
     if !shell.is_alive(held) {
         return ClientEnd::NotThere;
     }

@@ -13,15 +13,16 @@ use super::watch::{OverBudget, Victim, VictimState};
 use crate::terms::ProcessId;
 use crate::{CoreTime, Permit};
 
-/// The pause after the first failed attempt to end a client, and the longest pause. The pause doubles after each failure.
+/// The pause after the first failed attempt to end a client, and the longest pause. The pause doubles after each failed
+/// attempt.
 const FIRST_PAUSE: Duration = Duration::from_secs(1);
 const LAST_PAUSE: Duration = Duration::from_secs(60);
 
-/// The time for which a list of clients, or a look at the members of a slice, is used to choose a client to end. Ending one
-/// client can take half a minute, and other clients may leave meanwhile.
+/// The longest time for which the service trusts a list of clients, or a reading of a slice's members. Ending one client can
+/// take half a minute, and other clients may end meanwhile.
 const BELIEVED_FOR: Duration = Duration::from_secs(2);
 
-/// The servers to which the client with this PID is connected, each with its control daemon and the client as it is listed.
+/// The servers that have a client with this PID, each with its control daemon and the client's entry in the list.
 fn servers_of<C>(listed: &[(C, DaemonClients)], pid: u32) -> impl Iterator<Item = (&C, u32, &ListedClient)> {
     listed.iter().flat_map(move |(control, daemon)| {
         let its = daemon.clients.iter().filter(move |((_, one), _)| *one == pid);
@@ -29,17 +30,17 @@ fn servers_of<C>(listed: &[(C, DaemonClients)], pid: u32) -> impl Iterator<Item 
     })
 }
 
-/// Ends clients of slices over their budgets, and remembers the clients that were ended, that may have been ended, and that
-/// could not be ended, so that no attempt is repeated without need. `H` is a handle of a process.
+/// Ends clients of slices that are over their budgets. Remembers the clients that were ended, that may have been ended, and
+/// that could not be ended, so that no attempt is repeated without need. `H` is a handle of a process.
 #[derive(Debug)]
 pub struct Enforcer<H> {
-    /// The processes whose work was ended, by PID, with the connections that they had at that time. The handles distinguish
-    /// these processes from later processes with the same PID.
+    /// The processes whose work was ended, by PID, with the connections that they had at that time. The handle shows if the PID
+    /// still belongs to the same process.
     ended: BTreeMap<u32, (H, Connections)>,
-    /// The processes, by PID, that may have lost some or all of their work, since a control daemon has not answered. While a
-    /// process in this map lives, the service ends its work before that of other clients.
+    /// The processes, by PID, that may have lost work, since a control daemon did not answer. While a process in this map
+    /// lives, the service ends its work before the work of other clients.
     in_doubt: BTreeMap<u32, (ProcessId, H)>,
-    /// The processes that could not be ended, by PID, each with the time of the next attempt and the pause before that attempt.
+    /// The processes that could not be ended, by PID, each with the time of the next attempt and the pause before this attempt.
     stubborn: BTreeMap<u32, (ProcessId, CoreTime, Duration)>,
 }
 
@@ -50,11 +51,12 @@ impl<H> Default for Enforcer<H> {
 }
 
 impl<H: Clone> Enforcer<H> {
-    /// Ends the work of the newest members of each slice that is over its budget, until the remaining members fit. `over`
-    /// returns the slices of the latest look at the clients, since the service looks at the clients again during the attempt.
-    /// `runs` returns whether a process still runs; a later process with the same PID does not count. Returns the clients that
-    /// the attempt has tried to end, and the reason why the attempt ended before its time: a fault, or a control daemon that
-    /// does not answer.
+    /// Ends the work of the newest members of each slice that is over its budget, until the other members fit. `over` returns
+    /// the slices that are over their budgets at the latest reading. `over` is called again before each end, since the readings
+    /// go on during the attempt. `runs` returns whether a process still runs.
+    ///
+    /// Returns the clients that the attempt has tried to end. The second value is the reason if a fault, or a control daemon
+    /// that does not answer, has broken off the attempt.
     pub async fn enforce<S: ClientShell<Held = H>, T>(
         &mut self,
         shell: &mut S,
@@ -79,9 +81,9 @@ impl<H: Clone> Enforcer<H> {
         (victims, None)
     }
 
-    /// The next client to end, with its slice. Three kinds of members are left out: a member that was ended and has no new
-    /// connection, a member without any connection, and a member whose PID belongs to another process now. If a process can't
-    /// be ended, the next newest process is chosen.
+    /// The next client to end, with its slice. The service skips a member without a connection, and a member that was ended and
+    /// has no new connection. It also skips a member whose PID belongs to another process now. A member that could not be ended
+    /// recently is skipped too, so that the next newest member is chosen.
     fn next<S: ClientShell<Held = H>, T>(
         &self,
         shell: &S,
@@ -109,21 +111,21 @@ impl<H: Clone> Enforcer<H> {
         })
     }
 
-    /// Asks all control daemons for their clients. A client that no control daemon lists counts as ended, so the service may
-    /// end too few clients, but never too many.
+    /// Asks all control daemons for their clients. A client that no control daemon lists counts as ended. The service may
+    /// therefore end too few clients, but never too many.
     async fn list<S: ClientShell<Held = H>>(&mut self, shell: &mut S) -> Vec<(S::Control, DaemonClients)> {
         let (listed, missing) = known_clients(shell.list().await);
         if missing.is_none() {
             self.stubborn.retain(|pid, _| servers_of(&listed, *pid).next().is_some());
         }
-        // After a fatal error a control daemon may list no client, so a client that is missing from the list is forgotten
-        // only when its process has ended.
+        // After a fatal GPU error a control daemon may list no client. A client that is missing from the list is therefore
+        // forgotten only after its process has ended.
         self.ended.retain(|_, (held, _)| shell.is_alive(held));
         self.in_doubt.retain(|_, (_, held)| shell.is_alive(held));
         listed
     }
 
-    /// Returns whether a client has no work: every connection existed already when the client's work was ended. A client that
+    /// Returns whether a client has no work, since all its connections existed already when its work was ended. A client that
     /// starts work again has a new connection. Users can forge connections, but can't remove any.
     fn has_ended<S: ClientShell<Held = H>>(
         &self,
@@ -146,9 +148,9 @@ impl<H: Clone> Enforcer<H> {
         self.in_doubt.get(&process.pid).is_some_and(|(known, _)| *known == process)
     }
 
-    /// Ends the work of a client at all servers to which it is connected. Returns the state of the client after the attempt,
-    /// and the reason if no further client may be ended now. The state is None if the client has ended by itself, or if no
-    /// control daemon was asked to end it.
+    /// Ends the work of a client at all servers to which it is connected. Returns the state of the client after the attempt.
+    /// The state is None if the client has ended by itself, or if no control daemon was asked to end it. The second value is
+    /// the reason if no further client may be ended now.
     async fn end<S: ClientShell<Held = H>>(
         &mut self,
         shell: &mut S,
@@ -159,7 +161,8 @@ impl<H: Clone> Enforcer<H> {
     ) -> (Option<VictimState>, Option<String>) {
         let pid = process.pid;
         let held = match shell.hold(pid) {
-            // If the process still runs, no other process had its PID when the handle was opened.
+            // If the process still runs, the handle is a handle of this process: no other process had the PID when the handle
+            // was opened.
             Ok(Some(held)) if runs(process) => held,
             Ok(_) => return (None, None),
             Err(why) => return (Some(self.stays(shell.now(), process, why)), None),
@@ -169,8 +172,8 @@ impl<H: Clone> Enforcer<H> {
             let came = end_client(shell, control, server, &held, may_end).await;
             let has_lost = !ended.is_empty() || matches!(came, ClientEnd::NotKnown(_));
             if has_lost {
-                // A client on several servers counts as a client that may have lost its work, until the attempts at
-                // all of its servers have got answers.
+                // A client of several servers counts as a client that may have lost its work, until the attempts at all of its
+                // servers have got answers.
                 self.in_doubt.insert(pid, (process, held.clone()));
             }
             let reason = match came {
@@ -198,8 +201,7 @@ impl<H: Clone> Enforcer<H> {
         (Some(VictimState::Ended), None)
     }
 
-    /// Records that a client could not be ended. The next attempt on this client is made after a pause, which is longer each
-    /// time.
+    /// Records that a client could not be ended. The pause before the next attempt doubles each time.
     fn stays(&mut self, now: CoreTime, process: ProcessId, reason: String) -> VictimState {
         let before = self.stubborn.get(&process.pid).filter(|(known, ..)| *known == process);
         let pause = before.map_or(FIRST_PAUSE, |(.., pause)| (*pause * 2).min(LAST_PAUSE));

@@ -1,9 +1,9 @@
-//! Ends tenants' GPU work: the work of one client, of all clients that a caller names, or of clients that exceed the budget of
-//! their slice.
+//! Ends the GPU work of tenants: the work of one client, of all clients that a caller names, or of clients that exceed the
+//! budget of their slice.
 //!
-//! A signal that ends a client in the middle of a kernel takes the memory away under that kernel. A kernel that loses its
-//! memory causes a fatal GPU error, which hits every client on the GPU. `terminate_client` ends the kernel first, so no code
-//! of this module sends a signal that ends a process.
+//! A signal that kills a client in the middle of a kernel frees the memory that the kernel uses. The kernel then causes a fatal
+//! GPU error, which hits every client on the GPU. The command `terminate_client` ends the kernel first. Therefore this module
+//! never ends a process by a signal.
 //!
 //! | file | its job |
 //! |---|---|

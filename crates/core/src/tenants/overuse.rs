@@ -1,7 +1,7 @@
-//! The time for which a slice is shown as over its budget. Each change of the overuse that is shown is a message in the
-//! journal and a signal on the bus, and a tenant can let a slice go over its budget and back any number of times. The
-//! service shows overuse at once, and for a while after the slice fits into its budget again; for a longer while if the
-//! overuse comes and goes often.
+//! The time for which a slice is shown as over its budget. Each change of the shown overuse is a message in the journal and a
+//! signal on D-Bus. A tenant can let a slice go over its budget any number of times. The service therefore shows overuse at
+//! once, and stops showing it only after the slice has fitted into its budget for a while. If overuse comes and goes often, the
+//! service shows it for longer.
 
 use alloc::collections::{BTreeMap, BTreeSet};
 use core::time::Duration;
@@ -12,25 +12,26 @@ use crate::{CoreTime, RateLimit};
 /// The time for which a slice has to fit into its budget before it is no longer shown as over its budget.
 const CALM: Duration = Duration::from_secs(3);
 
-/// The limit for the rate of messages of one kind about one slice.
+/// The rate limit for messages of one kind about one slice.
 const MESSAGES: RateLimit = RateLimit::new(4, 1, Duration::from_secs(60));
 
-/// If work of a slice was ended this number of times within [`MINUTE`], a tenant starts clients again and again.
+/// If the service has ended work of a slice this number of times within [`MINUTE`], a tenant starts ended clients again and
+/// again.
 const TIMES: usize = 3;
 const MINUTE: Duration = Duration::from_secs(60);
 
-/// The overuse of a slice as it is shown, and the ends of clients' work for it.
+/// The shown overuse of a slice, and the last ends of clients' work because of overuse.
 #[derive(Debug)]
 pub(super) struct SliceOveruse {
-    /// The parts of the budget that are shown as exceeded. None if the part is exceeded at this moment; otherwise the time
-    /// since which the slice fits again.
+    /// The parts of the budget that are shown as exceeded. The value is None while the part is exceeded. Otherwise it is the
+    /// time since which the slice fits again.
     parts: BTreeMap<Part, Option<CoreTime>>,
     rate_limit: RateLimit,
-    /// The limit for messages about ended clients.
+    /// The rate limit for messages about ended clients.
     pub(super) endings_told: RateLimit,
     /// The times of the last attempts that have ended work of the slice. A tenant who starts a client again after each attempt
-    /// uses more than the budget until the next look. If a tenant starts clients again and again, the service looks at the
-    /// slice as soon as a client comes.
+    /// exceeds the budget until the next reading. If a tenant starts clients again and again, the service reads the slice as
+    /// soon as a client comes.
     endings: [Option<CoreTime>; TIMES],
 }
 
@@ -39,7 +40,6 @@ impl SliceOveruse {
         Self { parts: BTreeMap::new(), rate_limit: MESSAGES, endings_told: MESSAGES, endings: [None; TIMES] }
     }
 
-    /// Records that an attempt has ended work of the slice.
     pub(super) fn note_ending(&mut self, now: CoreTime) {
         self.endings.rotate_right(1);
         if let Some(last) = self.endings.first_mut() {
@@ -47,12 +47,11 @@ impl SliceOveruse {
         }
     }
 
-    /// Returns true if a tenant starts the slice's clients again and again after each end of their work.
+    /// Returns whether a tenant starts the slice's clients again and again after the service has ended them.
     pub(super) fn starts_over(&self, now: CoreTime) -> bool {
         self.endings.iter().all(|ended| ended.is_some_and(|ended| now < ended + MINUTE))
     }
 
-    /// The parts of the budget that are shown as exceeded.
     pub(super) fn parts(&self) -> BTreeSet<Part> {
         self.parts.keys().copied().collect()
     }
@@ -75,7 +74,7 @@ impl SliceOveruse {
         self.parts() != before
     }
 
-    /// The time of the next look at the slice, even if no client comes or goes until then. None unless a part is shown as
+    /// The time of the next reading of the slice, even if no client comes or ends before. None unless a part is shown as
     /// exceeded while the slice fits.
     pub(super) fn next_check(&mut self, now: CoreTime) -> Option<CoreTime> {
         let calm = self.parts.values().flatten().map(|since| *since + CALM).min()?;

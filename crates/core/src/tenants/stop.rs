@@ -1,39 +1,33 @@
-//! A signal to a container. Before the container runtime sends the signal, some clients in the container lose their
-//! GPU work.
+//! A signal that a container runtime is about to send to a container. Clients that the signal may end lose their GPU work
+//! before the signal is sent.
 
 use alloc::string::String;
 
 use super::termination_shell::{Reception, TerminationShell};
 
-/// The numbers of signals on Linux.
 const SIGINT: u32 = 2;
 const SIGQUIT: u32 = 3;
 const SIGKILL: u32 = 9;
 const SIGTERM: u32 = 15;
 
-/// A signal that a container runtime is about to send.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Stop {
     /// The path of the container's control group.
     pub group: String,
-    /// The first process of the container.
+    /// The PID of the container's first process.
     pub first: u32,
-    /// The number of the signal.
     pub signal: u32,
-    /// True if every process of the container gets the signal. False if only the first process gets it.
+    /// True if every process of the container gets the signal. False if only the first process gets the signal.
     pub to_all: bool,
 }
 
 impl Stop {
-    /// Returns true if a control group is the container's control group, or a descendant of it.
+    /// Returns whether a control group is the container's control group, or a descendant of it.
     pub fn has(&self, group: &str) -> bool {
         group.strip_prefix(self.group.as_str()).is_some_and(|rest| rest.is_empty() || rest.starts_with('/'))
     }
 
-    /// Returns true if the signal may end a process of the container.
-    ///
-    /// # Errors
-    /// The effect of the signal on a process can't be read.
+    /// Returns whether the signal may end a process of the container. The error says why the signal's effect can't be read.
     pub(super) async fn may_end<T: TerminationShell>(&self, shell: &mut T, pid: u32) -> Result<bool, String> {
         match self.signal {
             SIGKILL => Ok(true),
@@ -41,8 +35,8 @@ impl Stop {
                 let program = shell.reception(pid, self.signal).await?;
                 let is_first = self.to_all || pid == self.first;
                 let first = if is_first { program } else { shell.reception(self.first, self.signal).await? };
-                // The container's first process gets the signal. The first process either passes the signal on, or ends, and
-                // then all other processes end too. None stands for a process that has ended.
+                // Without `to_all`, only the first process gets the signal. The first process either passes the signal on, or
+                // ends, and then all other processes end too. None stands for a process that has ended.
                 Ok(program == Some(Reception::Fatal) && first != Some(Reception::Ignored))
             }
             _ => Ok(false),

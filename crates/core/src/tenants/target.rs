@@ -1,4 +1,4 @@
-//! The clients that a request is about.
+//! The clients that a request to end GPU work means.
 
 use alloc::collections::BTreeMap;
 use alloc::string::String;
@@ -10,33 +10,30 @@ use super::termination_shell::TerminationShell;
 use crate::register::Membership;
 use crate::terms::{DeviceName, SliceId};
 
-/// The clients whose GPU work a request ends.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Target {
     /// The process with this PID.
     Process(u32),
-    /// The process with this PID, if it belongs to this user.
+    /// The process with this PID, if the process belongs to this user.
     ProcessOf {
         pid: u32,
-        /// The user to whom the process must belong.
+        /// The user id that the process must have.
         user: u32,
     },
-    /// Every process that has one of these slices.
     Slices(Vec<SliceId>),
-    /// Every process in a container, or in a container inside it. The text is the container's id or the beginning of it.
+    /// Every process in a container, also in a container inside it. The text is the container's id or the beginning of the id.
     Container(String),
-    /// Every process that may end because of a signal to a container.
+    /// Every process that a signal to a container may end.
     Signalled(Stop),
 }
 
-/// The answer to the question if a request means a process.
 #[derive(Debug, PartialEq, Eq)]
 pub(super) enum Meant {
-    /// The request means the process. The map has the containers of the request that contain the process, like
-    /// [`TerminationShell::containers`]: the beginning of an id may name several containers.
+    /// The request means the process. The map has the matching containers of the process, like
+    /// [`TerminationShell::containers`]. The beginning of an id may match several containers.
     Yes(BTreeMap<String, bool>),
     No,
-    /// The request names slices, and the slice of the process is not known.
+    /// The request names slices, and the slices of the process are not known.
     NotKnown,
 }
 
@@ -46,29 +43,25 @@ impl Meant {
     }
 }
 
-/// The time that a request gives clients to disconnect. Measured: a program that ends when CUDA returns an error
+/// The longest time of a request, in which clients have to disconnect. Measured: a program that ends when CUDA returns an error
 /// needs 50 ms.
 const TIMEOUT: Duration = Duration::from_secs(30);
 
-/// The time that clients have to disconnect before a container runtime sends a signal. The container runtime waits for the
-/// service's answer, and then sends the signal in any case.
+/// The longest time of a request before a signal to a container. The container runtime waits for the service's answer, and then
+/// sends the signal in any case.
 const TIMEOUT_BEFORE_A_SIGNAL: Duration = Duration::from_secs(4);
 
 impl Target {
-    /// The time that a request with this target may take.
     pub fn timeout(&self) -> Duration {
         if matches!(self, Self::Signalled(_)) { TIMEOUT_BEFORE_A_SIGNAL } else { TIMEOUT }
     }
 
-    /// Decides if the request means a process. Asks the shell only for the facts on which the decision depends.
-    ///
-    /// # Errors
-    /// The facts about the process can't be read.
+    /// Decides if the request means a process. Asks the shell only for the facts that this decision needs.
     pub(super) async fn means<T: TerminationShell>(&self, shell: &mut T, pid: u32) -> Result<Meant, String> {
         match self {
             Self::Process(other) => Ok(Meant::if_so(*other == pid)),
-            // A process may have several user ids, for example after it has changed its user. All user ids of the process
-            // must be the id of the request's user.
+            // A process may have several user ids, for example after it has changed its user. All its user ids must be the id
+            // of the request's user.
             Self::ProcessOf { pid: other, user } if *other == pid => {
                 let users = shell.users(pid).await?;
                 Ok(Meant::if_so(!users.is_empty() && users.iter().all(|one| one == user)))
@@ -88,8 +81,8 @@ impl Target {
     }
 }
 
-/// Compares the known slices of a process with the slices of the request. A process that has the name of a GPU in the place of
-/// a slice may have any slice of the GPU.
+/// Compares the known slices of a process with the slices of the request. If the process names a GPU instead of a slice, it may
+/// have any slice of the GPU.
 fn compare_slices(wanted: &[SliceId], known: Option<&Membership>) -> Meant {
     let Some(Membership { slices, known_by }) = known else { return Meant::NotKnown };
     let has_one = wanted.iter().any(|slice| slices.contains(&DeviceName::Slice(*slice)));

@@ -1,4 +1,4 @@
-//! A request to end the GPU work of all clients to which its target applies.
+//! A request to end the GPU work of all clients that its target covers.
 
 use alloc::collections::{BTreeMap, BTreeSet};
 use alloc::format;
@@ -14,78 +14,76 @@ use super::termination_error::{LeftClient, TerminationError, WhyLeft};
 use super::termination_shell::{RequestNews, TerminationShell};
 use crate::{CoreTime, GpuUuid, Permit};
 
-/// The first and the longest pause between two looks for clients that have not ended yet. The pause doubles after each look.
+/// The first and the longest pause between two searches for clients that have not ended yet. The pause doubles after each
+/// search.
 const FIRST_PAUSE: Duration = Duration::from_millis(25);
 const LAST_PAUSE: Duration = Duration::from_secs(1);
 
-/// A request for slices fails if a client has had no known slice for this time. A client without a known slice for a shorter
-/// time may be a process that is just ending, which has no environment any more.
+/// A request for slices fails if clients with unknown slices stay for this time. A client that stays for a shorter time may be
+/// a process that is just ending, which has no environment any more.
 const UNPLACED_FOR: Duration = Duration::from_secs(1);
 
-/// A client at one of its servers: the PIDs of the server and of the client.
+/// The PIDs of a server and of a client of this server.
 type AtServer = (u32, u32);
 
-/// A request to end GPU work, and the results so far. The caller can stop the request at each `await`;
-/// [`Termination::out_of_time`] is then the answer.
+/// A request to end GPU work, and its results so far. The caller can stop the request at each `await`. The answer is then
+/// [`Termination::out_of_time`].
 pub struct Termination<T: TerminationShell> {
     target: Target,
-    /// The processes whose work was ended, by server and client, with the connections that they had at that time. The handles
-    /// distinguish these processes from later processes with the same PID.
+    /// The processes whose work was ended, by server and client, with the connections that they had at that time. The handle
+    /// shows if the PID still belongs to the same process.
     ended: BTreeMap<AtServer, (T::Held, Connections)>,
     had_work: Vec<T::Owner>,
-    /// The clients that the request means and that still have work, or may have work, by server and client, each with a handle
-    /// of its process.
+    /// The clients that the request means and that have work, or may have work. The key has the server and the client, and the
+    /// value has a handle of the client's process.
     left: BTreeMap<AtServer, (T::Held, LeftClient<T::Owner>)>,
-    /// The reason why the last look may have missed clients. None if the last look has missed no client.
+    /// The reason why the last search may have missed clients. None if the last search has missed no client.
     doubt: Option<String>,
     has_found_any: bool,
-    /// The process that had the PID of the request when the request began. The request does not mean a later process
-    /// with this PID.
+    /// The process that had the PID in the request when the request began. The request does not mean a later process with this
+    /// PID.
     named: Option<T::Held>,
-    /// True if the last look has found no client with work.
+    /// True if the last search has found no client with work.
     is_nobody_left: bool,
-    /// The moment since which every look has found clients without a known slice. None if the last look has found no such
-    /// client.
+    /// The moment since which every search has found clients with unknown slices. None if the last search has found no client
+    /// with unknown slices.
     unplaced_since: Option<CoreTime>,
-    /// True if the host's own container runtime has made the container of the request.
+    /// True once the request's container was found among the containers of the host's own runtime. Other containers with a
+    /// matching id then do not count.
     only_hosts: bool,
 }
 
-/// A client that the request means, at one of its servers.
 struct MeantClient<T: TerminationShell> {
     control: T::Control,
-    /// The GPUs of the control daemon. None if the GPUs are not known.
+    /// None if the GPUs of the control daemon are not known.
     gpus: Option<Vec<GpuUuid>>,
     server: u32,
     pid: u32,
     connections: Connections,
     held: T::Held,
-    /// The containers of the request that contain the client.
+    /// The client's containers that the request may mean, by id. True stands for a container of the host's own runtime.
     containers: BTreeMap<String, bool>,
 }
 
-/// The clients that have work at one moment and that the request means.
 struct RequestLook<T: TerminationShell> {
     found: Vec<MeantClient<T>>,
-    /// The PIDs of clients without a known slice that use a GPU of the request's slices.
+    /// The PIDs of clients with unknown slices that may use a GPU of the request's slices.
     unplaced: BTreeSet<u32>,
-    /// The reason why a control daemon has not answered, so that the look may have missed clients.
+    /// The reason why a control daemon has not answered, so that the search may have missed clients.
     silent: Option<String>,
-    /// The first process that can't be looked at, and the reason. The request may mean this process.
+    /// The first process that the service can't examine, and the reason. The request may mean this process.
     unreadable: Option<(u32, String)>,
-    /// True if the look has certainly missed no client.
+    /// True if the search has certainly missed no client.
     is_sure: bool,
 }
 
 impl<T: TerminationShell> RequestLook<T> {
-    /// Returns whether every control daemon has answered, and the facts about every client could be read.
     fn has_read_all(&self) -> bool {
         self.silent.is_none() && self.unreadable.is_none()
     }
 }
 
 impl<T: TerminationShell> Termination<T> {
-    /// A request that has just begun.
     pub fn new(target: Target) -> Self {
         Self {
             target,
@@ -102,8 +100,8 @@ impl<T: TerminationShell> Termination<T> {
     }
 
     /// Ends the GPU work of all clients that the request means, and returns when the work has ended. A process notices the end
-    /// of its work at its next call to CUDA, and is listed as a client until that call. A signal to a process whose work has
-    /// ended can't cause a fault for other clients any more.
+    /// of its work at its next CUDA call, and is listed as a client until then. A signal that kills the process can no longer
+    /// cause a fault for other clients.
     ///
     /// # Errors
     /// Clients may still have work.
@@ -126,7 +124,7 @@ impl<T: TerminationShell> Termination<T> {
                 return self.answer();
             }
             let others_are_done = look.found.is_empty();
-            // A process that can't be read makes the request fail, but the work of all other clients ends first.
+            // If a process can't be examined, the request fails. The work of all other clients is ended before.
             self.end_work(shell, look.found).await?;
             if let Some(why) = look.silent {
                 return Err(TerminationError::Silent { why, left: self.left() });
@@ -140,7 +138,7 @@ impl<T: TerminationShell> Termination<T> {
         }
     }
 
-    /// The answer if the caller stops the request now: the reason why clients may still have work.
+    /// The answer if the caller stops the request now.
     pub fn out_of_time(&self) -> TerminationError<T::Owner> {
         TerminationError::OutOfTime {
             after: self.target.timeout(),
@@ -158,7 +156,7 @@ impl<T: TerminationShell> Termination<T> {
         self.left.values().map(|(_, client)| client.clone()).collect()
     }
 
-    /// The answer for the moment at which no client that the request means has work any more.
+    /// The answer when no client that the request means has work any more.
     fn answer(&self) -> Result<(), TerminationError<T::Owner>> {
         match self.target {
             Target::Process(pid) if !self.has_found_any => Err(TerminationError::NoSuchClient(pid)),
@@ -169,28 +167,28 @@ impl<T: TerminationShell> Termination<T> {
         }
     }
 
-    /// Returns whether a client's work has ended: the client still has a connection from the time when its work was ended. A
-    /// client that has started work again has only new connections, since its old connections are useless. Other users can
-    /// forge further connections, but can't remove any.
+    /// Returns whether the work of a client has ended. The client then still has a connection from the time when its work was
+    /// ended. A client that has started work again has only new connections, since its old connections are useless. Other users
+    /// can forge further connections, but can't remove any.
     fn has_ended(&self, shell: &T, found: &MeantClient<T>) -> bool {
         let Some((held, connections)) = self.ended.get(&(found.server, found.pid)) else { return false };
         shell.is_alive(held) && !found.connections.is_disjoint(connections)
     }
 
-    /// Finds the clients that the request means, and the reason why the search may have missed some clients.
     async fn find_clients(&mut self, shell: &mut T) -> Result<RequestLook<T>, TerminationError<T::Owner>> {
         let (known, silent) = known_clients(shell.list().await);
         let (found, unplaced) = (Vec::new(), BTreeSet::new());
         let mut look = RequestLook { found, unplaced, silent, unreadable: None, is_sure: true };
         shell.begin_look();
-        // A process that has ended is forgotten: another process may have its PID now.
+        // A process that has ended is forgotten, since another process may have its PID now.
         self.left.retain(|_, (held, _)| shell.is_alive(held));
         self.doubt = None;
         for (control, mut daemon) in known {
             let has_one_gpu = has_one_gpu(daemon.gpus.as_deref());
             look.is_sure &= has_one_gpu && daemon.faulted.is_empty();
-            // On a server with one GPU a fatal error has hit all clients, so it is certain that they have no work left. For
-            // a server with several GPUs the control daemon's list may lack clients, so the service asks NVML.
+            // On a server with one GPU, a fatal error has hit all clients, so they have no work any more. On a server with
+            // several GPUs, some clients may have work, and the control daemon's list may lack them. The service therefore asks
+            // NVML too.
             if !daemon.faulted.is_empty() && !has_one_gpu {
                 let doubt = add_clients_of_nvml(shell, &mut daemon).await;
                 self.doubt = self.doubt.take().or(doubt);
@@ -210,7 +208,7 @@ impl<T: TerminationShell> Termination<T> {
         Ok(look)
     }
 
-    /// Looks at one client, and adds it to `look` if the request means it.
+    /// Examines one client, and adds it to `look` if the request means it.
     async fn take_up_if_meant(
         &mut self,
         shell: &mut T,
@@ -228,8 +226,7 @@ impl<T: TerminationShell> Termination<T> {
             }
         };
         let meant = self.target.means(shell, pid).await;
-        // If the process has ended during the look, the facts that were read may be those of another process that got its
-        // PID.
+        // If the process has ended during the examination, the facts may be those of another process that has got its PID.
         if !shell.is_alive(&held) {
             return;
         }
@@ -248,8 +245,8 @@ impl<T: TerminationShell> Termination<T> {
                 let connections = client.connections;
                 let found = MeantClient { control, gpus, server, pid, connections, held, containers };
                 if !self.has_ended(shell, &found) {
-                    // The service looks up the client's owner now, while the process runs: the answer names the client if
-                    // the request runs out of time.
+                    // The service reads the client's owner now, while the process runs. If the request runs out of time, the
+                    // answer names the owner.
                     let owner = shell.owner(pid).await;
                     let client = LeftClient { pid, owner, why: WhyLeft::AtWork };
                     self.left.entry((server, pid)).or_insert_with(|| (found.held.clone(), client));
@@ -260,8 +257,8 @@ impl<T: TerminationShell> Termination<T> {
         }
     }
 
-    /// Makes sure that the request means only one container. A user can give a control group the name of a container, so the
-    /// containers of the host's own runtime come first.
+    /// Makes sure that the request means only one container. A user can give a control group the name of a container. If a
+    /// container of the host's own runtime matches the request, containers from other sources therefore do not count.
     fn narrow(&mut self, look: &mut RequestLook<T>) -> Result<(), TerminationError<T::Owner>> {
         let Target::Container(id) = &self.target else { return Ok(()) };
         let is_the_hosts = |one: &MeantClient<T>| one.containers.values().any(|is_the_hosts| *is_the_hosts);
@@ -284,7 +281,6 @@ impl<T: TerminationShell> Termination<T> {
         Ok(())
     }
 
-    /// Ends the GPU work of the clients in `at_work`.
     async fn end_work(
         &mut self,
         shell: &mut T,
@@ -301,11 +297,12 @@ impl<T: TerminationShell> Termination<T> {
     async fn end_one(&mut self, shell: &mut T, one: MeantClient<T>) -> Option<String> {
         let MeantClient { control, gpus, server, pid, mut connections, held, .. } = one;
         let key = (server, pid);
-        // If the request is broken off before the control daemon answers, the answer says that this client may have ended.
+        // If the request is broken off before the control daemon answers, the request's answer must say that this client may
+        // have ended.
         self.is_left(key, WhyLeft::MayHaveEnded);
         match end_client(shell, &control, server, &held, Permit::asked_for()).await {
             ClientEnd::Done => {}
-            // A fatal error hits all clients of a server with one GPU, so this client has lost its work already.
+            // On a server with one GPU, a fatal error has hit all clients, so this client has lost its work already.
             ClientEnd::Faulted if has_one_gpu(gpus.as_deref()) => {}
             ClientEnd::Faulted => {
                 self.is_left(key, WhyLeft::Faulted { server });
@@ -315,8 +312,7 @@ impl<T: TerminationShell> Termination<T> {
                 self.is_left(key, WhyLeft::StaysStopped(why));
                 return None;
             }
-            // The client was not found at this server. The next look at the clients decides what to do about this
-            // client.
+            // The server has no such client. The next search finds out if the client has ended.
             ClientEnd::NotThere => {
                 self.is_left(key, WhyLeft::AtWork);
                 return None;
@@ -336,8 +332,8 @@ impl<T: TerminationShell> Termination<T> {
             shell.tell_of_request(RequestNews::Ended, server, pid, &client.owner);
             self.had_work.push(client.owner);
         }
-        // A connection without a number can't be distinguished from a later connection, so only connections with numbers are
-        // remembered.
+        // Without a number, an old connection can't be distinguished from a new connection, so only connections with numbers
+        // are remembered.
         connections.retain(Option::is_some);
         self.ended.insert(key, (held, connections));
         None
@@ -349,7 +345,7 @@ impl<T: TerminationShell> Termination<T> {
         }
     }
 
-    /// Fails if, for some time, only clients without a known slice are left on the GPUs of the request.
+    /// Fails if, for some time, clients with unknown slices are the only remaining clients on the GPUs of the request.
     async fn look_at_unplaced(
         &mut self,
         shell: &mut T,
@@ -378,7 +374,7 @@ fn has_one_gpu(gpus: Option<&[GpuUuid]>) -> bool {
 }
 
 /// Adds the clients that NVML lists, since a control daemon may list no client after a fatal GPU error. Returns the reason why
-/// clients may be missing nevertheless.
+/// clients may still be missing.
 async fn add_clients_of_nvml<T: TerminationShell>(
     shell: &mut T,
     daemon: &mut DaemonClients,

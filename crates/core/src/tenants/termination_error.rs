@@ -6,15 +6,13 @@ use alloc::vec::Vec;
 use core::fmt;
 use core::time::Duration;
 
-/// The most clients that one message names.
 const NAMED: usize = 32;
 
-/// The reason why a client that a request means still has work.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum WhyLeft {
-    /// The service has not reached the client yet, or the client has just come.
+    /// The service has not tried to end the client yet, or the client has just connected.
     AtWork,
-    /// The client is stopped, and can't be continued for this reason.
+    /// The client is stopped and can't be continued, for this reason.
     StaysStopped(String),
     /// The client's server handles a fatal GPU error and has several GPUs, so the client may work on a healthy GPU.
     Faulted {
@@ -25,13 +23,12 @@ pub enum WhyLeft {
     MayHaveEnded,
 }
 
-/// A client that a request means and that still has work, or may have work.
+/// A client that a request means and that has work, or may have work.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct LeftClient<O> {
     pub pid: u32,
     /// The client and its owner, in words.
     pub owner: O,
-    /// The reason why the client still has work.
     pub why: WhyLeft,
 }
 
@@ -58,14 +55,13 @@ impl<O: fmt::Display> fmt::Display for LeftClient<O> {
     }
 }
 
-/// The reason why clients that a request means may still have GPU work. `O` is the type that describes a client.
+/// The reason why clients that a request means may still have GPU work. The type `O` describes a client.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum TerminationError<O> {
-    /// Several containers have ids that begin with the id of the request. No work was ended.
+    /// Several containers have ids that begin with the id in the request. No work was ended.
     SeveralContainers {
         /// The beginning of a container's id, as the caller gave it.
         id: String,
-        /// The whole ids of the containers that begin with `id`.
         found: Vec<String>,
     },
     /// The process is no client of a control daemon on this host.
@@ -76,36 +72,33 @@ pub enum TerminationError<O> {
         /// The user id of the caller.
         user: u32,
     },
-    /// The service can't read the facts about a process, which the request may mean. The work of all other clients that the
-    /// request means was ended.
+    /// The service can't examine a process that the request may mean. The work of all other clients that the request means was
+    /// ended.
     Unreadable {
         pid: u32,
-        /// The reason why the facts can't be read.
+        /// The reason why the service can't examine the process.
         why: String,
     },
-    /// Clients, in words, on the GPUs of the request's slices. The slices of these clients are not known, so the request may
-    /// or may not mean them. The work of all other clients that the request means was ended.
+    /// These clients use the GPUs of the request's slices, but their own slices are not known, so the request may mean them.
+    /// The work of all other clients that the request means was ended.
     Unplaced(Vec<String>),
     /// A control daemon has not answered. The work of the clients of the other control daemons was ended.
     Silent {
-        /// The reason why the control daemon has not answered.
         why: String,
-        /// The clients that still have work, or may have work.
+        /// The clients that have work, or may have work.
         left: Vec<LeftClient<O>>,
     },
     /// The time of the request is over. The service has killed no process.
     OutOfTime {
-        /// The time that the request had.
         after: Duration,
-        /// The clients that still have work, or may have work.
+        /// The clients that have work, or may have work.
         left: Vec<LeftClient<O>>,
-        /// The reason why the service may have missed further clients with work. None if the service has missed no
-        /// client.
+        /// The reason why the service may have missed further clients with work. None if the service has missed no client.
         doubt: Option<String>,
     },
 }
 
-/// The first 32 of the texts in `all`, and the number of the further texts.
+/// The first 32 texts, and the number of the other texts.
 pub fn first_named(all: impl ExactSizeIterator<Item = String>) -> String {
     let more = all.len().saturating_sub(NAMED);
     let mut names: Vec<String> = all.take(NAMED).collect();
@@ -115,7 +108,7 @@ pub fn first_named(all: impl ExactSizeIterator<Item = String>) -> String {
     names.join("; ")
 }
 
-/// The clients in words: each client once, in the order of the PIDs.
+/// Each client once, in the order of the PIDs.
 fn named_clients<O: fmt::Display>(left: &[LeftClient<O>]) -> String {
     let by_pid: BTreeMap<u32, String> = left.iter().map(|one| (one.pid, one.to_string())).collect();
     first_named(by_pid.into_values())

@@ -1,5 +1,5 @@
-//! The watch over the budgets of a GPU's slices. Each look at the clients decides the use to show, the messages, the clients
-//! that may be ended, and the time of the next look.
+//! The watch over the budgets of a GPU's slices. Each reading of the GPU's clients decides the published use, the messages, the
+//! clients that may be ended, and the time of the next reading.
 
 use alloc::collections::{BTreeMap, BTreeSet};
 use alloc::format;
@@ -12,20 +12,19 @@ use super::overuse::SliceOveruse;
 use crate::terms::{ProcessId, SliceSize};
 use crate::{CoreTime, Permit};
 
-/// The time until the next look at a GPU if some slice has two or more clients, and after a client has come: the driver lists a
-/// client a moment after the control daemon has admitted it.
+/// The time until the next reading of a GPU, while some slice has two or more clients, and after a client has come. The driver
+/// lists a client only a moment after the control daemon has admitted the client.
 pub const PERIOD: Duration = Duration::from_secs(1);
 
-/// The shortest time between two looks at a GPU: one look finds all clients that come within this time.
+/// The shortest time between two readings of a GPU. One reading then finds all clients that come within this time.
 const SHARE: Duration = Duration::from_millis(250);
 
-/// The time that replaces both [`PERIOD`] and [`SHARE`] while a tenant starts ended clients of some slice again and again.
+/// This time replaces [`PERIOD`] and [`SHARE`] while a tenant starts ended clients of some slice again and again.
 const QUICK: Duration = Duration::from_millis(100);
 
-/// The longest pause between two attempts to end clients of a GPU after failed attempts.
+/// The longest pause between two attempts to end clients of a GPU, after attempts that have failed.
 const LAST_PAUSE: Duration = Duration::from_secs(30);
 
-/// The budgets of a GPU's slices, and the configured consequence of overuse.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct SliceBudgets {
     /// The sizes of the slices, by their ordinals. The memory and the number of clients in a size are the budget.
@@ -46,78 +45,62 @@ impl SliceBudgets {
     }
 }
 
-/// A slice that is over its budget.
 #[derive(Debug, Clone)]
 pub struct OverBudget<T> {
-    /// The time of the look that has found the overuse.
+    /// The time of the reading that has found the overuse.
     pub as_of: CoreTime,
-    /// The ordinal of the slice.
     pub slice: u32,
     pub budget: SliceSize,
-    /// The clients of the slice.
     pub members: Vec<Member<T>>,
-    /// The permit to end work of these members.
     pub may_end: Permit,
 }
 
-/// A client that an attempt has tried to end.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Victim {
-    /// The ordinal of the client's slice.
     pub slice: u32,
-    /// The process of the client.
     pub process: ProcessId,
-    /// The state of the client after the attempt.
     pub state: VictimState,
 }
 
-/// The state of a client after the attempt to end it.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum VictimState {
-    /// The client has no GPU work any more.
     Ended,
-    /// The service could not end the client, for this reason, and tries again after a while.
+    /// The service could not end the client, for this reason. The service tries again later.
     Stays(String),
-    /// The client may have lost its work: the control daemon has not answered, for this reason. The service tries this client
-    /// again before any other member of the slice.
+    /// The client may have lost its work, since the control daemon has not answered, for this reason. The service tries this
+    /// client again before any other client of the slice.
     Unknown(String),
 }
 
-/// The decisions that follow from one look at the clients of a GPU.
 #[derive(Debug)]
 pub struct Look<T> {
-    /// The use of each slice, by the ordinal, and the text about its overuse. The text is empty while no overuse is shown.
+    /// The use of each slice, by ordinal, and a text about its overuse. The text is empty while no overuse is shown.
     pub uses: Vec<(InUse, String)>,
-    /// The messages about slices that have exceeded their budgets or fit again.
     pub news: Vec<OveruseNews>,
-    /// The slices over their budgets, of which clients may be ended.
+    /// The slices that are over their budgets and whose clients may be ended.
     pub over: Vec<OverBudget<T>>,
-    /// True if an attempt to end clients of the slices in `over` begins now. The caller must report the result of the
-    /// attempt to [`BudgetWatch::has_attempted`].
+    /// True if an attempt to end clients of the slices in `over` begins now. The caller must report its result to
+    /// [`BudgetWatch::has_attempted`].
     pub begins_attempt: bool,
-    /// The time of the next look, if no event causes an earlier one. None if no look is planned.
+    /// The time of the next reading, if no event causes an earlier reading. None if no reading is planned.
     pub due: Option<CoreTime>,
 }
 
-/// A message about a slice that has exceeded its budget, exceeds other parts of it than before, or fits again.
+/// A message about a slice: it exceeds its budget, it exceeds other parts of the budget than before, or it fits again.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct OveruseNews {
-    /// The ordinal of the slice.
     pub slice: u32,
     /// The exceeded parts of the budget, each as one word. Empty if the slice fits again.
     pub reasons: Vec<&'static str>,
-    /// The clients of the slice.
     pub clients: Vec<ProcessId>,
-    /// The exceeded parts of the budget as a text.
     words: String,
     memory_mib: Option<u64>,
-    /// The reason why the service ends no work of the slice, though the configuration wants the service to end work
-    /// on overuse. None if the service ends work.
+    /// The reason why the service ends no work of the slice, though the configuration asks for the end of work on overuse. None
+    /// otherwise.
     spared: Option<String>,
 }
 
 impl OveruseNews {
-    /// The message for the journal. `device` and `clients` are the names of the slice and of its clients.
     pub fn text(&self, device: &str, clients: &str) -> String {
         if self.reasons.is_empty() {
             return format!("{device} is within its budget again");
@@ -130,21 +113,17 @@ impl OveruseNews {
     }
 }
 
-/// A message about a slice, with the result of an attempt to end its clients.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct AttemptNews {
-    /// The ordinal of the slice.
     pub slice: u32,
-    /// The clients that the message names: all clients that have lost their work, or the only client with another state.
+    /// All clients that have lost their work, or the only client with another state.
     pub clients: Vec<ProcessId>,
-    /// The state of these clients after the attempt.
     pub state: VictimState,
-    /// The number of ended clients that earlier messages have left out.
+    /// The number of ended clients in messages that were suppressed before. None if no message was suppressed.
     suppressed: Option<usize>,
 }
 
 impl AttemptNews {
-    /// The message for the journal. `device` and `clients` are the names of the slice and of [`Self::clients`].
     pub fn text(&self, device: &str, clients: &str) -> String {
         match &self.state {
             VictimState::Ended => {
@@ -171,29 +150,27 @@ impl AttemptNews {
     }
 }
 
-/// The watch over the budgets of one GPU.
 #[derive(Debug)]
 pub struct BudgetWatch {
     gpu: SliceBudgets,
-    /// The clients that never lose their work for a budget. Neither a restart of the service nor a reload ends the work of
-    /// clients: the clients that are on the GPU at that moment are spared, and only clients that come later can be ended.
+    /// The clients that never lose their work for a budget: those that were on the GPU when the service started, or when a
+    /// reload made a budget smaller. Only clients that come later can be ended.
     spared: BTreeSet<ProcessId>,
-    /// True if the service will spare the clients that its next look finds.
+    /// True if the service spares all clients that the next reading finds.
     spares_next: bool,
     /// The slices that have exceeded their budget at least once, by their ordinals.
     slices: BTreeMap<u32, SliceOveruse>,
-    /// True if a client has come since the last look.
     has_come: bool,
-    /// True if some slice had two or more clients at the last look.
+    /// True if some slice had two or more clients at the last reading.
     is_busy: bool,
     /// The time of the next attempt to end clients. None while an attempt is under way.
     next_attempt: Option<CoreTime>,
-    /// The pause after the next attempt, if that attempt ends no client.
+    /// The last pause between two attempts. It doubles after an attempt that ends no client.
     pause: Duration,
 }
 
 impl BudgetWatch {
-    /// A watch that has not looked yet. The clients that the first look finds are spared.
+    /// A watch before its first reading. The clients that the first reading finds are spared.
     pub fn new(gpu: SliceBudgets, now: CoreTime) -> Self {
         Self {
             gpu,
@@ -207,7 +184,7 @@ impl BudgetWatch {
         }
     }
 
-    /// Sets the budgets of the GPU's slices. If the budgets get smaller, the clients that are on the GPU now are spared.
+    /// Sets the budgets of the GPU's slices. If a budget gets smaller, the clients that are on the GPU now are spared.
     pub fn pursue(&mut self, gpu: SliceBudgets) {
         self.spares_next |= gpu.is_stricter_than(&self.gpu);
         let is_there = |slice: &u32| usize::try_from(*slice).is_ok_and(|slice| slice < gpu.budgets.len());
@@ -215,7 +192,6 @@ impl BudgetWatch {
         self.gpu = gpu;
     }
 
-    /// Records that the control daemon has reported a new client.
     pub fn client_has_come(&mut self, now: CoreTime) {
         self.has_come = true;
         let soon = now + self.period(now);
@@ -223,30 +199,28 @@ impl BudgetWatch {
         self.pause = PERIOD;
     }
 
-    /// The shortest time between two looks at this GPU.
     pub fn share(&self, now: CoreTime) -> Duration {
         if self.start_over(now) { QUICK } else { SHARE }
     }
 
-    /// The time until the next look after a client has come, and between two attempts that end work.
+    /// The time until the next reading after a client has come, and between two attempts that end work.
     fn period(&self, now: CoreTime) -> Duration {
         if self.start_over(now) { QUICK } else { PERIOD }
     }
 
-    /// Returns true if a tenant starts ended clients of some slice again and again.
     fn start_over(&self, now: CoreTime) -> bool {
         self.slices.values().any(|slice| slice.starts_over(now))
     }
 
-    /// Records that a look has failed. Returns the time of the next look. None if no look is needed.
+    /// Records that a reading has failed. Returns the time of the next reading. None if no reading is needed.
     pub fn is_blind(&mut self, now: CoreTime) -> Option<CoreTime> {
         let is_shown = |slice: &SliceOveruse| !slice.parts().is_empty();
         let has_come = core::mem::take(&mut self.has_come);
         (has_come || self.is_busy || self.slices.values().any(is_shown)).then(|| now + PERIOD)
     }
 
-    /// Decides the consequences of a look. `found` has all clients on the GPU. A client without a known slice is a member of no
-    /// slice. `runs` returns whether a process that an earlier look has found may still exist.
+    /// Decides the consequences of a reading. `found` has all clients on the GPU. A client whose slice is not known is in
+    /// `found` and not in `members`. `runs` returns whether a process from an earlier reading may still exist.
     pub fn decide<T: PartialEq>(
         &mut self,
         found: &[ProcessId],
@@ -254,7 +228,7 @@ impl BudgetWatch {
         runs: impl Fn(ProcessId) -> bool,
         now: CoreTime,
     ) -> Look<T> {
-        // A client stays spared until its process has ended, since the driver may leave a client out of its list for a moment.
+        // The driver may omit a client from its list for a moment, so a client stays spared until its process has ended.
         self.spared.retain(|process| runs(*process));
         if core::mem::take(&mut self.spares_next) {
             self.spared.extend(found);
@@ -313,8 +287,8 @@ impl BudgetWatch {
         can_go && self.next_attempt.take_if(|at| now >= *at).is_some()
     }
 
-    /// Records that an attempt to end clients is over, and returns the messages about it. `victims` is None if the attempt has
-    /// failed, so that the clients that have lost work are not known; then all present clients are spared.
+    /// Records the end of an attempt to end clients, and returns the messages about it. `victims` is None if the attempt has
+    /// failed, so that the service does not know which clients have lost work. All present clients are then spared.
     pub fn has_attempted(&mut self, victims: Option<Vec<Victim>>, now: CoreTime) -> Vec<AttemptNews> {
         self.spares_next |= victims.is_none();
         let victims = victims.unwrap_or_default();
@@ -364,7 +338,6 @@ mod tests {
     const SECOND: Duration = Duration::from_secs(1);
     const BUDGET: SliceSize = SliceSize { memory_mib: 100, thread_percentage: 50, max_clients: 2 };
 
-    /// A GPU with two slices.
     fn gpu(terminate: bool) -> SliceBudgets {
         SliceBudgets { budgets: alloc::vec![BUDGET; 2], terminate }
     }
@@ -378,7 +351,7 @@ mod tests {
         Member { process, memory_mib, only_claims: false, tenant: Some(7), stays: false }
     }
 
-    /// Looks once: the look finds these members of slice 1.
+    /// A reading that finds these members of slice 1.
     fn look(watch: &mut BudgetWatch, members: &[Member<u32>], now: CoreTime) -> Look<u32> {
         let found: Vec<ProcessId> = members.iter().map(|member| member.process).collect();
         watch.decide(&found, BTreeMap::from([(1, members.to_vec())]), |_| true, now)
@@ -388,7 +361,7 @@ mod tests {
         look.news.iter().map(|news| news.text("slice 1", "them")).collect()
     }
 
-    /// A watch that has looked once and found no client.
+    /// A watch after one reading, which has found no client.
     fn watch(gpu: SliceBudgets) -> BudgetWatch {
         let mut watch = BudgetWatch::new(gpu, CoreTime::ZERO);
         assert_eq!(look(&mut watch, &[], CoreTime::ZERO).due, None);
@@ -493,7 +466,7 @@ mod tests {
             watch.spared.iter().copied().collect::<Vec<_>>()
         };
         assert_eq!(look(&mut watch, &[old], |_| true), [old]);
-        // The driver may leave a client out of its list for a moment. A client that still runs stays spared.
+        // The driver may omit a client from its list for a moment. A client that still runs stays spared.
         assert_eq!(look(&mut watch, &[new], |_| true), [old]);
         assert_eq!(look(&mut watch, &[], |one| one.pid != 1), []);
         // A process with the PID of a spared client and another start time is another client, which is not spared.
@@ -559,9 +532,9 @@ mod tests {
         );
     }
 
-    /// A tenant who starts clients again after each end uses more than the slice until the next look. From the third end
-    /// within a minute on, the service looks within a tenth of a second after a client comes, and ends the client at once. A
-    /// minute later the time between looks is as before.
+    /// A tenant who starts clients again after each end exceeds the budget until the next reading. After three ends within a
+    /// minute, the service reads the GPU within a tenth of a second after a client comes, and ends the client at once. A minute
+    /// later, the time between readings is as before.
     #[test]
     fn who_starts_over_and_over_is_looked_at_with_each_newcomer() {
         let mut watch = watch(gpu(true));

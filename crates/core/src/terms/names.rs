@@ -8,15 +8,14 @@ use core::str::FromStr;
 use super::pci_address::PciAddress;
 use super::{GpuUuid, Tenure};
 
-/// The name of the directory that contains the slices' directories. The directory is in the configured pipe directory.
+/// The name of the directory that contains the slices' directories. It is in the configured pipe directory.
 pub const DIRECTORIES: &str = "slices";
 
-/// The id of the control daemon that serves all GPUs.
 const SHARED: &str = "shared";
 
 const DIGITS: usize = 3;
 
-/// Implements [`fmt::Debug`] by the name, so that logs and histories show the names that users know.
+/// Makes `{:?}` print the name, so that logs and test histories show the names that users know.
 macro_rules! debug_is_the_name {
     ($($name:ty),*) => {
         $(impl fmt::Debug for $name {
@@ -29,17 +28,15 @@ macro_rules! debug_is_the_name {
 
 debug_is_the_name!(PciAddress, GpuId, SliceId, DeviceName, DaemonId);
 
-/// A GPU as the service publishes it. The name of the GPU is the short form of its PCI address.
+/// A GPU as the service publishes it. Its name is the short form of its PCI address, such as `00:06.0`.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct GpuId(pub PciAddress);
 
 impl GpuId {
-    /// The GPU's slice with this ordinal.
     pub fn slice(self, ordinal: u32) -> SliceId {
         SliceId { gpu: self, ordinal }
     }
 
-    /// The slices of the GPU with the ordinals below `number`.
     pub fn slices(self, number: u32) -> impl Iterator<Item = SliceId> {
         (0..number).map(move |ordinal| self.slice(ordinal))
     }
@@ -59,27 +56,28 @@ impl FromStr for GpuId {
     }
 }
 
-/// A slice as the service publishes it.
+/// A slice as the service publishes it, such as `00:06.0-1`.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct SliceId {
     pub gpu: GpuId,
-    /// The slice's number on the GPU, from 0 on.
+    /// The slice's number on the GPU, from 0.
     pub ordinal: u32,
 }
 
-/// Returns whether the service uses this name for a directory in the configured directories: for a control daemon of one GPU or
-/// one slice, or for the directory that contains the slices' directories.
+/// Returns whether a directory with this name in a configured directory belongs to the service. The service makes directories
+/// for the control daemons of single GPUs and slices, and one directory that contains the slices' directories.
 pub fn is_of_service(name: &str) -> bool {
     name.starts_with("GPU-") || name == DIRECTORIES || SliceId::with_directory_name(name).is_some()
 }
 
 impl SliceId {
-    /// The name of the slice's directory: the slice's name, with `_` instead of the colons, at which `docker --volume` splits.
+    /// The name of the slice's directory: the slice's name with `_` in place of each colon, since `docker --volume` splits its
+    /// argument at colons.
     pub fn directory_name(self) -> String {
         self.to_string().replace(':', "_")
     }
 
-    /// The slice whose directory has this name. The host may no longer have such a slice.
+    /// The slice whose directory has this name. None if the name has another form. The host need not have the slice any more.
     pub fn with_directory_name(name: &str) -> Option<Self> {
         match name.replace('_', ":").parse() {
             Ok(DeviceName::Slice(slice)) if !name.contains(':') => Some(slice),
@@ -87,8 +85,8 @@ impl SliceId {
         }
     }
 
-    /// Parses an ordinal. None if the text does not have the form of an ordinal. Each ordinal has only one spelling, so that
-    /// a slice has only one name.
+    /// Parses an ordinal. None if the text is no ordinal. Each ordinal has only one valid spelling, so that a slice has only
+    /// one name.
     pub fn ordinal_in(text: &str) -> Option<u32> {
         text.parse().ok().filter(|ordinal: &u32| text.len() <= DIGITS && ordinal.to_string() == text)
     }
@@ -100,18 +98,15 @@ impl fmt::Display for SliceId {
     }
 }
 
-/// The name of a device: a whole GPU, or a slice.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 #[cfg_attr(feature = "serde", derive(serde::Serialize), serde(into = "String"))]
 pub enum DeviceName {
-    /// The name means a whole GPU.
     Gpu(GpuId),
-    /// The name means a slice.
     Slice(SliceId),
 }
 
 impl DeviceName {
-    /// Splits a name into the part before the ordinal and the ordinal. None if the name has no ordinal.
+    /// Splits a name at the ordinal: `00:06.0-1` gives `00:06.0` and `1`.
     pub fn parts(name: &str) -> (&str, Option<&str>) {
         match name.split_once('-') {
             Some((gpu, ordinal)) => (gpu, Some(ordinal)),
@@ -119,7 +114,6 @@ impl DeviceName {
         }
     }
 
-    /// The GPU of the slice, or the GPU itself.
     pub fn gpu(self) -> GpuId {
         match self {
             Self::Gpu(gpu) => gpu,
@@ -140,7 +134,7 @@ impl fmt::Display for DeviceName {
 impl FromStr for DeviceName {
     type Err = ();
 
-    /// Parses a name. The PCI address in the name may have any spelling.
+    /// The PCI address in the name may have any spelling.
     fn from_str(name: &str) -> Result<Self, ()> {
         let (address, ordinal) = Self::parts(name);
         let gpu: GpuId = address.parse()?;
@@ -157,7 +151,7 @@ impl From<DeviceName> for String {
     }
 }
 
-/// The id of a control daemon. The id says which GPUs and slices the control daemon serves, and with which tenure.
+/// The id of a control daemon, which says which GPUs or which slice the control daemon serves.
 #[derive(Clone, PartialEq, Eq, PartialOrd, Ord, Hash)]
 #[cfg_attr(
     feature = "serde",
@@ -165,7 +159,7 @@ impl From<DeviceName> for String {
     serde(into = "String", from = "String")
 )]
 pub enum DaemonId {
-    // The order of the variants is the order of the ids, on which `first_that_keeps_from` relies.
+    // `first_that_keeps_from` relies on the order of the variants.
     /// The control daemon of one slice.
     Slice(SliceId),
     /// The control daemon of all slices of a GPU.
@@ -175,7 +169,6 @@ pub enum DaemonId {
 }
 
 impl DaemonId {
-    /// The tenure with which the control daemon has its GPUs.
     pub fn tenure(&self) -> Tenure {
         match self {
             Self::Slice(_) => Tenure::InTurns,
@@ -183,8 +176,8 @@ impl DaemonId {
         }
     }
 
-    /// The first id, in the order of ids, of a control daemon that may keep a GPU from a control daemon of this tenure. On a large
-    /// host most control daemons take turns, and keep no GPU from each other.
+    /// The first id, in the order of ids, whose control daemon can exclude a control daemon of this tenure from a GPU. On a
+    /// large host, most control daemons serve one slice each and take turns. A search that begins at this id skips them.
     pub fn first_that_keeps_from(tenure: Tenure) -> Self {
         match tenure {
             Tenure::InTurns => Self::Gpu(GpuUuid::new()),
@@ -192,7 +185,7 @@ impl DaemonId {
         }
     }
 
-    /// The slice that the control daemon serves alone. None if the control daemon serves all slices of its GPUs.
+    /// The only slice that the control daemon serves. None if the control daemon serves all slices of its GPUs.
     pub fn only_slice(&self) -> Option<SliceId> {
         match self {
             Self::Slice(slice) => Some(*slice),
@@ -200,8 +193,8 @@ impl DaemonId {
         }
     }
 
-    /// The name of the control daemon's pipe directory in the configured pipe directory. None if the control daemon uses the
-    /// configured pipe directory itself.
+    /// The name of the control daemon's own pipe directory in the configured pipe directory. None if the control daemon uses
+    /// the configured pipe directory itself.
     pub fn directory_name(&self) -> Option<String> {
         match self {
             Self::Slice(slice) => Some(slice.directory_name()),
@@ -222,8 +215,8 @@ impl fmt::Display for DaemonId {
 }
 
 impl From<&str> for DaemonId {
-    /// Parses an id. Every text is an id, so that no control daemon in the state file is lost: a text of an unknown form counts
-    /// as the UUID of a GPU.
+    /// Parses an id. A text of an unknown form counts as the UUID of a GPU, so that no control daemon in the state file is
+    /// lost.
     fn from(text: &str) -> Self {
         match text.parse() {
             _ if text == SHARED => Self::Shared,

@@ -7,22 +7,21 @@ use core::fmt;
 use core::ops::RangeInclusive;
 use core::str::FromStr;
 
-/// A PCI address. The address consists of numbers, not of text, so `1A` equals `1a`, and `0000:00:06.0` equals `00:06.0`.
+/// A PCI address. It consists of numbers, so `1A` equals `1a`, and `0000:00:06.0` equals `00:06.0`.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Default)]
 pub struct PciAddress {
-    /// The domain. The domain is above 0xffff behind some host bridges.
+    /// The domain is above 0xffff behind some host bridges.
     pub domain: u32,
-    /// The bus, 0 to 255.
     pub bus: u8,
-    /// The device on the bus, 0 to 31.
+    /// From 0 to 31.
     pub device: u8,
-    /// The function of the device, 0 to 7.
+    /// From 0 to 7.
     pub function: u8,
 }
 
 impl PciAddress {
-    /// The platform's spelling: lower case, without the domain 0000. The service uses this spelling as the name of a GPU.
-    /// The spelling never contains `-`.
+    /// The short form: lower case, and without the domain if the domain is 0000. The service uses the short form as the name of
+    /// a GPU, like the platform. The short form never contains `-`, which separates the ordinal in a slice's name.
     pub fn short(self) -> String {
         if self.domain == 0 {
             format!("{:02x}:{:02x}.{:x}", self.bus, self.device, self.function)
@@ -31,12 +30,11 @@ impl PciAddress {
         }
     }
 
-    /// The address in `all` that this address means, if a user has written it without a domain: the same address in domain
-    /// 0000, or else the only address that differs in the domain alone. Returns this address itself if `all` has no such
-    /// address.
+    /// Resolves an address that a user has written without a domain. The result is the address in `all` with domain 0000, or
+    /// else the only address in `all` that differs just in the domain. If `all` has neither, the result is this address itself.
     ///
     /// # Errors
-    /// Several addresses differ in the domain alone.
+    /// Several addresses in `all` differ just in the domain.
     pub fn in_any_domain(self, all: impl Iterator<Item = Self>) -> Result<Self, Vec<Self>> {
         let same: Vec<Self> = all.filter(|one| Self { domain: self.domain, ..*one } == self).collect();
         match same.as_slice() {
@@ -47,7 +45,7 @@ impl PciAddress {
         }
     }
 
-    /// Returns whether a user has written an address without its domain, such as `00:06.0`.
+    /// Returns whether the text is an address without a domain, such as `00:06.0`.
     pub fn is_short(text: &str) -> bool {
         text.matches(':').count() == 1
     }

@@ -1,4 +1,4 @@
-//! Full GPUs: when clients are counted, and what is shown and reported.
+//! Full GPUs: when the service counts clients, and what it shows and reports.
 
 use mps_core::mps::Meaning;
 use mps_core::serve::{Ended, Failure};
@@ -7,7 +7,7 @@ use super::{SERVER, Story};
 
 const REFUSED: Meaning = Meaning::ClientRefused { server: SERVER, capacity: 48 };
 
-/// Clients come to a GPU at this time, and the log reports them.
+/// At this time, in milliseconds, clients come to a GPU, and the log reports them.
 fn come(story: &Story, at: u64, gpu: &'static str, pids: &'static [u32]) {
     story.host().at(at, move |host| {
         for pid in pids {
@@ -17,7 +17,7 @@ fn come(story: &Story, at: u64, gpu: &'static str, pids: &'static [u32]) {
     });
 }
 
-/// A client leaves at this time, and the log reports that the client has left.
+/// At this time, in milliseconds, a client ends, and the log reports its end.
 fn leaves(story: &Story, at: u64, pid: u32) {
     story.host().at(at, move |host| host.client_leaves(pid));
 }
@@ -47,7 +47,7 @@ fn a_gpu_is_full_when_the_check_finds_as_many_clients_as_it_can_hold() {
 fn a_full_gpu_is_counted_again_until_it_has_a_place() {
     let mut story = Story::with_gpus(&["A"]);
     come(&story, 1000, "A", &[1, 2]);
-    // Clients end without a line in the log.
+    // A client ends without a line in the log.
     story.host().at(17_000, |host| host.only_stay(&[1]));
     story.served(40_000);
     let counts = story.times("clients 200");
@@ -136,8 +136,8 @@ fn a_refusal_is_not_believed_where_fewer_clients_are_left() {
     assert!(full(&story, "A").contains("48"));
     story.served(8000);
     assert_eq!(full(&story, "A"), "");
-    // Later another client is refused. With 2 clients the GPU is full by its own capacity, so the capacity of 48 that the log
-    // reports does not count again.
+    // Later another client is refused. The GPU is full with 2 clients, since it has only 2 places. So the service does not show
+    // the 48 places of the log line again.
     come(&story, 8100, "A", &[2]);
     story.host().at(8100, |host| host.says(REFUSED));
     story.served(25_000);
@@ -174,7 +174,7 @@ fn before_volta_the_clients_are_counted_as_they_come_and_go() {
     story.served(500);
     assert_eq!(unlisted(&story, "A"), None, "nobody has counted yet");
     story.host().at(1000, |host| {
-        // One process has two connections: it counts as one client, and takes two places.
+        // A process with two connections counts as one client, and takes two places.
         host.client(1, SERVER, "A");
         host.client(1, SERVER, "A");
         host.says(Meaning::ClientAdmitted(1));

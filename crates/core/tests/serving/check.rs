@@ -1,5 +1,5 @@
-//! The health check of a control daemon: which process answers, which programs can reach the process, the questions about
-//! GPUs, and the consequences of missing answers.
+//! The health check of a control daemon: which process answers, which programs can reach it, the questions about GPUs, and the
+//! consequences of missing answers.
 
 use mps_core::mps::{Meaning, ServerStatus};
 use mps_core::serve::{Ended, Failure};
@@ -10,8 +10,7 @@ fn silent() -> Option<Failure> {
     Some(Failure::Silent("no answer".to_owned()))
 }
 
-/// A story with a control daemon that has served for a while. The record of the story forgets the calls and messages
-/// of this time.
+/// Returns a story whose control daemon has served for a second. The story has forgotten the calls and messages of this time.
 fn served(gpus: &[&str]) -> Story {
     let mut story = Story::with_gpus(gpus);
     story.served(1000);
@@ -109,7 +108,7 @@ fn one_without_a_directory_is_not_told_to_have_missed() {
     assert_eq!(story.shown(), shown);
     assert!(story.host().reader.words.is_empty());
     assert!(story.host().reader.shown.view.ends_when_idle);
-    // A later check without an answer does not change what is shown.
+    // A later health check without an answer does not change the shown state.
     story.host().stage.answers = silent();
     story.served(61_000);
     assert_eq!(story.shown(), shown);
@@ -224,7 +223,7 @@ fn clients_that_are_not_known_keep_it_and_that_is_told_once() {
     let why = "the clients of the control daemon are not known (other words; NVML hangs), and \
                `yunion-mpsctl apply --force` ends the control daemon with its clients";
     assert!(shown.ends_with(why), "{shown}");
-    // The running control daemon can carry out its order again, so it is no misfit any more.
+    // The running control daemon fits its order again.
     story.host().stage.misfit = None;
     story.served(95_000);
     assert_eq!(story.shown(), "Ready, serving");
@@ -314,7 +313,7 @@ fn one_that_could_not_be_reached_is_checked_at_once() {
         "Waiting, not serving: the directory of the control daemon was removed or replaced (nobody listens)"
     ));
     assert_eq!(story.times("inspect with limits"), [0]);
-    // The act after the interruption checks the control daemon at once, and sends it no limits while it can't be reached.
+    // The next act checks the control daemon at once. The act sends no limits to a control daemon that it can't reach.
     story.break_off(|_| {});
     story.forget();
     story.served(200);

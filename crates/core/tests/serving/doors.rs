@@ -5,7 +5,7 @@ use mps_core::serve::{Ended, Requested};
 
 use super::{SERVER, Story};
 
-/// A story with a control daemon that has to restart for its order.
+/// Returns a story in which the order needs another control daemon than the running one.
 fn misfit() -> Story {
     let mut story = Story::with_gpus(&["A"]);
     story.served(1000);
@@ -15,7 +15,7 @@ fn misfit() -> Story {
     story
 }
 
-/// For each name in `calls`, the position of the first call with that name in the record of the story.
+/// Returns the time of the first call with each of these names, in milliseconds.
 fn order(story: &Story, calls: &[&str]) -> Vec<u128> {
     calls.iter().map(|call| *story.times(call).first().unwrap()).collect()
 }
@@ -33,7 +33,8 @@ fn the_clients_are_counted_behind_the_closed_door() {
     assert!(!story.has_done("lead again") && !story.has_done("let go"), "the next one lets them go");
 }
 
-/// A program that got a slice of a control daemon that is ended by force would wait, and then start without MPS.
+/// The control daemon must not be shown as serving before its end by force. Otherwise a program could get a slice of it, wait
+/// there, and then start without MPS.
 #[test]
 fn one_that_is_ended_by_force_is_shown_as_not_serving_before_it_is_asked() {
     let mut story = misfit();
@@ -69,7 +70,7 @@ fn programs_that_follow_one_another_put_a_change_off() {
 fn a_client_that_came_through_the_door_opens_it_again() {
     let mut story = misfit();
     story.host().asks(Requested::Apply { force: false });
-    // A client comes after the service has counted the clients twice, and before it reads the log with the links removed.
+    // A client comes after the service has counted the clients twice. The service then finds the client in the log.
     story.host().during("client PIDs", |host| {
         host.during("client PIDs", |host| {
             host.during("read on", |host| host.says(Meaning::ClientAdmitted(7)));

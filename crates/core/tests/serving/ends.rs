@@ -1,5 +1,4 @@
-//! The take-over of a control daemon, the programs that use the control daemon, requests of administrators, and the
-//! end of the control daemon.
+//! The takeover and the end of a control daemon, the count of its clients, and requests of administrators.
 
 use mps_core::mps::ServerStatus;
 use mps_core::serve::{Ended, Failure, Judged, Requested};
@@ -7,7 +6,7 @@ use mps_core::{Cause, Permit};
 
 use super::{SERVER, Story};
 
-/// A story with a control daemon that has served for a while, with these clients.
+/// Returns a story with these clients. Its control daemon has served for a second.
 fn with_clients(clients: &[u32]) -> Story {
     let mut story = Story::with_gpus(&["A"]);
     story.served(1000);
@@ -30,8 +29,8 @@ fn unused() -> Permit {
     Permit::unused(Some(0)).unwrap()
 }
 
-/// An administrator makes a request. Returns the way in which serving has ended, if it has ended, and the answers to
-/// the administrator.
+/// An administrator makes a request. Returns how serving has ended, or `None` if it goes on, and the answers to the
+/// administrator.
 fn asked(story: &mut Story, request: Requested) -> (Option<Ended>, Vec<Result<(), String>>) {
     story.host().asks(request);
     let ended = story.serve(20_000).map(Result::unwrap);
@@ -80,7 +79,7 @@ fn the_list_of_another_control_daemon_is_not_taken_for_ours() {
     story.host().stage.nvml.insert("A".to_owned(), Ok([1].into()));
     assert_eq!(judged(&mut story), Judged::Clients("left running for its 1 client".to_owned()));
     assert_eq!(story.calls("client PIDs"), 0);
-    // Another control daemon takes the directory while the service asks for the clients.
+    // Another control daemon takes over the directory while the service asks for the clients.
     let mut story = with_clients(&[]);
     story.host().during("client PIDs", |host| host.taken_by = Some(7));
     story.host().stage.nvml.insert("A".to_owned(), Ok([1].into()));
@@ -120,9 +119,9 @@ fn nobody_knows_where_nvml_says_nothing() {
 
 #[test]
 fn an_empty_list_is_not_relied_on_after_a_fatal_error() {
-    // The four cases: the log has reported the fatal error; the control daemon reports the error for a server that the
-    // service knows; the control daemon reports the error for another server; the control daemon does not answer the question
-    // about errors.
+    // Case 0: the log has reported the fatal GPU error. Case 1: the control daemon reports the error for a server that the
+    // service knows. Case 2: the control daemon reports the error for another server. Case 3: the control daemon does not
+    // answer the question about errors.
     for case in 0..4 {
         let mut story = with_clients(&[]);
         story.host().stage.nvml.insert("A".to_owned(), Ok([1].into()));
@@ -214,7 +213,7 @@ fn a_change_waits_for_clients_unless_it_is_forced() {
     let mut story = misfit(&[1, 2]);
     assert_eq!(asked(&mut story, Requested::Apply { force: true }), (Some(Ended::Stopped), vec![Ok(())]));
     assert_eq!(story.calls("quit (Forced)"), 1);
-    // The service can't find out if the control daemon has clients, so a change without `--force` is refused.
+    // The service can't find out if the control daemon has clients, so it refuses a change without `--force`.
     let mut story = misfit(&[]);
     story.host().stage.answers_to.insert("client PIDs", Failure::NotUnderstood("other words".to_owned()));
     story.host().stage.nvml.insert("A".to_owned(), Err("NVML hangs".to_owned()));

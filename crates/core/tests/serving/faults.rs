@@ -1,4 +1,4 @@
-//! Fatal GPU errors: which clients are reported, when the error is over, and which clients may be ended because of
+//! Fatal GPU errors: which clients the service reports, when an error is over, and which clients the service may end because of
 //! the error.
 
 use mps_core::mps::{Meaning, ServerStatus};
@@ -6,8 +6,8 @@ use mps_core::serve::Failure;
 
 use super::{SERVER, Story};
 
-/// A story with a control daemon and these clients, each on its GPU. At 10 s the server meets a fatal GPU error on
-/// the first GPU, and the log names the clients in `named`.
+/// Returns a story with these clients, each on its GPU. At 10 s the server meets a fatal GPU error on the first GPU, and the
+/// log names the clients in `named` as hit.
 fn faulted(clients: &'static [(u32, &'static str)], named: &'static [u32]) -> Story {
     let mut story = Story::with_gpus(&["A", "B"]);
     story.served(1000);
@@ -25,7 +25,7 @@ fn faulted(clients: &'static [(u32, &'static str)], named: &'static [u32]) -> St
     story
 }
 
-/// The server has recovered at this time, and the clients in `left` have stayed.
+/// At this time, in milliseconds, the server has recovered, and only the clients in `left` still run.
 fn recovers(story: &Story, at: u64, left: &'static [u32]) {
     story.host().at(at, |host| {
         host.only_stay(left);
@@ -132,10 +132,10 @@ fn a_server_is_not_ended_while_a_link_leads_to_it() {
     let mut story = faulted(&[(1, "A")], &[1]);
     let unreachable = Failure::Unreachable("the pipe directory is gone".to_owned());
     story.host().at(30_000, |host| host.stage.answers = Some(unreachable));
-    // While programs can't reach the control daemon, it does no harm that the link can't be removed.
+    // Programs can't reach the control daemon at this time. So it does no harm that the link can't be removed.
     story.host().stage.bad_links = Some("the link can't be changed".to_owned());
-    // The control daemon answers again. No health check has noticed the answers yet when the service looks at the fault
-    // after the grace period.
+    // The control daemon answers again before the end of the grace period. No health check has noticed the answers yet when the
+    // service decides about the server.
     story.host().at(42_000, |host| host.stage.answers = None);
     story.served(45_000);
     assert_eq!((story.calls("keep waiting"), story.calls("shut down")), (2, 0));
@@ -145,8 +145,8 @@ fn a_server_is_not_ended_while_a_link_leads_to_it() {
 fn a_server_that_is_well_when_the_door_is_closed_is_not_ended() {
     let mut story = faulted(&[(1, "A")], &[1]);
     story.served(39_900);
-    // All clients that the error has hit end while the service asks for the clients. Another client has just
-    // connected, and works.
+    // While the service asks for the clients, all clients that the error has hit end. Another client has just connected, and
+    // works.
     story.host().during("clients", |host| {
         host.during("read on", |host| {
             host.stage.gone.insert(1);
@@ -165,8 +165,7 @@ fn a_server_that_is_well_when_the_door_is_closed_is_not_ended() {
 fn a_server_that_has_met_the_next_error_meanwhile_is_not_ended() {
     let mut story = faulted(&[(1, "A")], &[1]);
     story.served(39_900);
-    // All clients that the error has hit end. Another client comes and meets a second error, which the log does not
-    // report.
+    // All clients that the error has hit end. Another client comes and meets a second error, which the log does not report.
     story.host().during("clients", |host| {
         host.during("inspect", |host| {
             host.stage.gone.insert(1);
@@ -203,7 +202,7 @@ fn a_server_is_left_to_clients_that_are_well() {
                it has 1 client on healthy GPUs";
     assert!(story.shown().ends_with(why), "{}", story.shown());
     assert_eq!(story.calls("shut down"), 0);
-    // The last client on the healthy GPU ends. The server is ended, since its other client has lost its work.
+    // The last client on the healthy GPU ends. The service ends the server, since the remaining client has lost its work.
     story.host().at(61_000, |host| host.only_stay(&[1]));
     story.served(70_000);
     assert!(story.has_done("shut down server 200 (Fault)"));
@@ -253,7 +252,7 @@ fn clients_that_nvml_knows_keep_the_server_as_well() {
     let why = "the server is not ended, since not all its clients are known: NVML hangs";
     assert!(story.shown().ends_with(why), "{}", story.shown());
     assert_eq!(story.calls("shut down"), 0);
-    // The service needs no list of the clients on the GPU with the error: all clients on this GPU have lost their work.
+    // The service needs no list of the clients on the GPU with the error, since all of them have lost their work.
     let mut story = faulted(&[(1, "A")], &[1]);
     story.host().stage.nvml.insert("A".to_owned(), Err("NVML hangs".to_owned()));
     story.served(60_000);
@@ -290,7 +289,7 @@ fn an_error_that_the_log_tells_of_during_the_look_is_another_one() {
     let mut story = faulted(&[(1, "A")], &[1]);
     story.served(10_300);
     recovers(&story, 11_000, &[]);
-    // The log reports another error right after the server has reported its recovery from the first error.
+    // The log reports another error right after the server has recovered from the first error.
     story.host().at(11_000, |host| {
         host.during("read on", |host| {
             host.is_status(SERVER, ServerStatus::Fault);
@@ -319,7 +318,7 @@ fn another_control_daemon_does_not_say_that_a_server_has_ended() {
     assert!(!story.shown().starts_with("Ready"), "{}", story.shown());
 }
 
-/// The story of `faulted` with the control daemon of driver 535, which can't report the status of its server.
+/// Like `faulted`, with the control daemon of driver 535, which can't report the status of its server.
 fn faulted_with_535(clients: &'static [(u32, &'static str)], named: &'static [u32]) -> Story {
     let story = faulted(clients, named);
     story.host().is_old = true;

@@ -1,4 +1,4 @@
-//! GPUs that are left out, compute modes, and programs without MPS.
+//! GPUs that a control daemon goes without, compute modes, and programs without MPS.
 
 use std::time::Duration;
 
@@ -11,7 +11,7 @@ fn left_out(story: &Story, gpu: &str) -> String {
     story.host().reader.shown.view.gpus[gpu].left_out.clone()
 }
 
-/// A story with a control daemon for these GPUs that has served for a while.
+/// Returns a story with a control daemon for these GPUs that has served for a second.
 fn served(gpus: &[&str]) -> Story {
     let mut story = Story::with_gpus(gpus);
     story.served(1000);
@@ -19,7 +19,7 @@ fn served(gpus: &[&str]) -> Story {
     story
 }
 
-/// A program without MPS starts on this GPU.
+/// At this time, in milliseconds, a program without MPS starts on this GPU.
 fn program(story: &Story, at: u64, gpu: &'static str, pid: u32) {
     story.host().at(at, move |host| {
         host.process(gpu, GpuProcess { pid, memory_mib: None, via_mps: false });
@@ -73,7 +73,6 @@ fn a_mode_that_others_have_changed_is_set_again() {
     let told = "warning: another program changed the compute mode of GPU 0b:00.0; the service has set \
                 EXCLUSIVE_PROCESS again";
     assert_eq!(story.host().reader.words, [told]);
-    // NVML refuses to set the compute mode.
     {
         let mut host = story.host();
         host.with_our_mode.remove("A");
@@ -94,7 +93,7 @@ fn modes_that_are_not_ours_to_set_are_left_as_they_are() {
     story.host().with_our_mode.remove("A");
     story.served(65_000);
     assert_eq!(story.calls("take the mode"), 0);
-    // The compute mode of a lost GPU is not set before the GPU is back.
+    // The service does not set the compute mode of a lost GPU before the GPU is back.
     let mut story = served(&["A", "B"]);
     {
         let mut host = story.host();
@@ -116,7 +115,6 @@ fn a_program_without_mps_is_shown_when_it_was_seen_twice() {
     assert_eq!(bypasses(&story, "A"), (vec![7], true), "the server is not on the GPU");
     let looks = story.times("client PIDs");
     assert_eq!(looks[looks.len() - 1] - looks[looks.len() - 2], CONFIRM_AFTER.as_millis());
-    // The program that uses the GPU without MPS ends.
     story.host().stage.processes.clear();
     story.served(61_000);
     assert_eq!(bypasses(&story, "A"), (vec![], false));
@@ -129,7 +127,7 @@ fn a_server_on_the_gpu_is_not_kept_out() {
     program(&story, 20_000, "A", 7);
     story.served(32_000);
     assert_eq!(bypasses(&story, "A"), (vec![7], false));
-    // In compute mode `DEFAULT`, which lets every program open the GPU, a program does not prevent the start of a server.
+    // In compute mode DEFAULT every program may open the GPU, so a program without MPS does not prevent the start of a server.
     let mut story = served(&["A"]);
     story.break_off(|wanted| wanted.sets_modes = false);
     story.host().with_our_mode.remove("A");
@@ -138,8 +136,7 @@ fn a_server_on_the_gpu_is_not_kept_out() {
     assert_eq!(bypasses(&story, "A"), (vec![7], false));
 }
 
-/// After a reload that lets the service set compute modes, the service sets the modes without a restart of the
-/// control daemon.
+/// After a reload that lets the service set compute modes, the service sets the modes without a restart of the control daemon.
 #[test]
 fn a_mode_that_a_reload_wants_was_changed_by_nobody() {
     let mut story = Story::with_gpus(&["A"]);
@@ -159,8 +156,8 @@ fn a_mode_that_a_reload_wants_was_changed_by_nobody() {
     assert!(has_told(&story), "{:?}", story.host().reader.words);
 }
 
-/// A program without MPS is reported, but does not prevent the start of a server if control daemons take turns on the
-/// GPU: the program takes turns with the servers.
+/// If control daemons take turns on the GPU, a program without MPS takes turns with their servers. So the service reports the
+/// program, but the program does not prevent the start of a server.
 #[test]
 fn no_server_is_kept_out_where_control_daemons_take_turns() {
     let mut story = served(&["A"]);
@@ -178,7 +175,7 @@ fn no_server_is_kept_out_where_control_daemons_take_turns() {
     assert!(story.host().reader.words.contains(&told.to_owned()), "{:?}", story.host().reader.words);
 }
 
-/// An error of NVML is not an empty list of processes.
+/// An error of NVML does not mean that no process uses the GPU.
 #[test]
 fn programs_without_mps_stay_known_while_nvml_lists_nobody() {
     let mut story = served(&["A"]);
@@ -215,8 +212,8 @@ fn clients_that_the_control_daemon_lists_are_no_bypasses() {
     story.served(45_000);
     assert_eq!(bypasses(&story, "A"), (vec![], false));
     assert!(story.has_done("remember {7}"), "it is known by its name when it has to be told of");
-    // NVML lists a process as an MPS client, and the control daemon does not know the process: the process is a client
-    // of another control daemon.
+    // NVML lists a process as an MPS client, but the control daemon does not know it. So the process is a client of another
+    // control daemon.
     story.host().only_stay(&[]);
     story.host().process("A", GpuProcess { pid: 7, memory_mib: None, via_mps: true });
     story.served(60_000);
@@ -250,8 +247,7 @@ fn a_faulted_server_does_not_list_its_clients_so_nobody_is_a_bypass() {
     story.host().at(20_000, |host| {
         host.process("A", GpuProcess { pid: 7, memory_mib: None, via_mps: true });
     });
-    // The server meets a fatal error after the service has asked for the server's status, and before the service asks
-    // for the clients.
+    // The server meets a fatal error between the service's question for the server's status and its question for the clients.
     story.host().during("client PIDs", |host| {
         host.is_status(SERVER, ServerStatus::Fault);
     });

@@ -1,5 +1,5 @@
-//! Stories of serving: a host behaves as the story says, and the service works on it. The stories test what no promise of the
-//! histories covers: messages, questions, and their order.
+//! Stories of serving: a simulated host behaves as the story says, and the service's real code works on the host. The stories
+//! test messages, questions and their order, which no promise of the histories covers.
 
 // clippy.toml allows `unwrap` and the like only in functions marked as tests. The helper functions of this file are not
 // marked as tests, and call `unwrap` too.

@@ -36,7 +36,7 @@ fn a_server_that_ends_before_it_is_watched_is_missed_by_its_status() {
     let mut story = Story::with_gpus(&["A"]);
     story.served(9000);
     story.host().at(10_000, |host| host.server_ends(SERVER, 0));
-    // The next server ends so soon that no list of servers has contained it.
+    // The next server ends so soon that no list of servers ever contains it.
     story.host().starts_fail = true;
     story.served(10_100);
     assert_eq!(
@@ -75,7 +75,7 @@ fn a_killed_server_has_a_successor_as_soon_as_its_end_is_noted() {
     );
 }
 
-/// The log reports the end of a server before its process is seen to end.
+/// The log reports the end of a server before the service sees that the process has ended.
 #[test]
 fn the_end_of_a_server_is_told_with_its_own_pid() {
     let mut story = Story::with_gpus(&["A"]);
@@ -111,11 +111,10 @@ fn a_server_of_another_user_counts_as_one() {
     assert!(story.has_done("watch 300"));
 }
 
-/// The pauses in milliseconds between the starts of servers that each end `lives_for` milliseconds after their start.
+/// Returns the pauses in milliseconds between the starts of servers. Each server ends `lives_for` milliseconds after its start.
 fn pauses(lives_for: u64, starts: usize) -> Vec<u128> {
     let mut story = Story::with_gpus(&["A"]);
     for server in 0..100 {
-        // Each server lives for `lives_for` milliseconds.
         let server = SERVER + server;
         story.host().during("watch", move |host| {
             let ends = u64::try_from(host.now.as_millis()).unwrap() + lives_for;
@@ -197,7 +196,7 @@ fn no_server_is_started_for_one_that_does_not_want_one() {
         story.forget();
         story.host().at(10_000, |host| {
             host.server_ends(SERVER, 0);
-            // The control daemon has a client: without clients, a retiring control daemon would be ended.
+            // The control daemon has a client. Without clients the service would end a retiring control daemon.
             host.client(1, 300, "A");
         });
         story.host().stage.answers_to.insert("client PIDs", Failure::NotUnderstood("other words".to_owned()));
@@ -239,7 +238,7 @@ fn no_server_is_started_while_the_faulted_one_may_live() {
     story.host().at(10_000, |host| {
         host.is_status(SERVER, ServerStatus::Fault);
         host.says(Meaning::FaultHandling { server: SERVER });
-        // A tenant can write a line about the exit of a server into the log, so the line must not count as the end of
+        // A tenant can write this line about the exit of a server into the log, so the line alone must not count as the end of
         // the server.
         host.says(Meaning::ServerExited { server: SERVER, status: 1 });
     });

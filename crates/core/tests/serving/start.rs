@@ -1,4 +1,4 @@
-//! Starts of control daemons: which foreign control daemon is ended before a start, which GPUs the new control daemon
+//! Starts of control daemons: which foreign control daemon the service ends before a start, which GPUs the new control daemon
 //! gets, and multi-user mode.
 
 use std::collections::BTreeSet;
@@ -10,7 +10,7 @@ use mps_core::{CoreTime, GpuUuid, Permit};
 
 use super::{Setting, SimShell, Story};
 
-/// A host on which the service starts a control daemon, and the record of the steps.
+/// A host on which the service starts a control daemon, and a record of the service's steps.
 struct HostStart {
     shell: SimShell,
     own: Option<Stranger>,
@@ -18,7 +18,7 @@ struct HostStart {
     has_pipe: bool,
     stays: bool,
     has_no_program: bool,
-    /// The results of the attempts to start the process, in order.
+    /// The results of the next attempts to start the process, in order.
     come_up: Vec<Result<(), Failure>>,
     spawned: Vec<(Vec<GpuUuid>, bool)>,
     forgotten: usize,
@@ -249,8 +249,8 @@ fn one_that_ends_for_another_reason_is_not_started_again() {
     for multiuser in [true, false] {
         let mut shell = HostStart::with_gpus(&["A"]);
         let text = "it does not know the option".to_owned();
-        // If the control daemon was started without the multi-user option, another program has written the message that the
-        // option is refused.
+        // If the control daemon was started without the multi-user option, it can't have refused the option. So another program
+        // has forged the message about the refusal.
         let ended = Failure::Ended { text, refuses_multiuser: !multiuser };
         shell.come_up = vec![Err(ended.clone())];
         let (started, _) = shell.start(&["A"], WantedUsers { multiuser, ..MULTIUSER });
@@ -266,7 +266,7 @@ fn programs_on_the_gpus_are_seen_before_it_starts() {
     }
     let (started, reach) = shell.start(&["A", "B"], MULTIUSER);
     assert_eq!(started, Ok(true));
-    // One look at the GPU does not suffice to report a process as a program without MPS.
+    // The service must see a process on the GPU twice before it reports a bypass.
     assert!(shell.shell.host().stage.bypasses.values().all(BTreeSet::is_empty));
     let noted = format!("{reach:?}");
     assert!(noted.contains("ProcessId { pid: 7,") && !noted.contains("ProcessId { pid: 8,"), "{noted}");

@@ -1,5 +1,5 @@
-//! `yunion-mpsctl bind` and `unbind`: bind slices to a control group, and end the binding. A container runtime calls `bind --oci`
-//! as a hook, before the program of a container runs.
+//! `yunion-mpsctl bind` and `unbind`: bind slices to a control group, and end the binding. A container runtime calls
+//! `yunion-mpsctl bind --oci` as a hook before the program of a container starts.
 
 use std::collections::BTreeMap;
 use std::fs;
@@ -18,8 +18,8 @@ use common::host::proc;
 use common::published::snapshot::drained;
 use common::text::printable;
 
-/// The most bytes of a container's state that are read from standard input. A container runtime writes some hundred
-/// bytes, and the container's annotations.
+/// The most bytes of a container's state that are read from standard input. A container runtime writes some hundred bytes and
+/// the container's annotations.
 const STATE: u64 = 1024 * 1024;
 
 #[derive(Debug, Args)]
@@ -64,7 +64,7 @@ pub(crate) struct Group {
     control_group: Option<String>,
 }
 
-/// The state of a container, which a container runtime passes to its hooks as JSON.
+/// The state of a container, which a container runtime writes to the standard input of its hooks as JSON.
 #[derive(Debug, Deserialize)]
 struct ContainerState {
     id: String,
@@ -73,7 +73,8 @@ struct ContainerState {
     annotations: BTreeMap<String, String>,
 }
 
-/// The annotations with which containerd and CRI-O name a container of Kubernetes: the namespace, the pod and the container.
+/// The annotations in which containerd and CRI-O store the Kubernetes names of a container: the namespace, the pod and the
+/// container.
 const KUBERNETES: [[&str; 3]; 2] = [
     [
         "io.kubernetes.cri.sandbox-namespace",
@@ -84,7 +85,7 @@ const KUBERNETES: [[&str; 3]; 2] = [
 ];
 
 impl ContainerState {
-    /// The name `namespace/pod/container` of a container of Kubernetes. None for other containers.
+    /// The name `namespace/pod/container` of a container of Kubernetes. None for any other container.
     fn in_pod(&self) -> Option<String> {
         let name = |keys: &[&str; 3]| {
             let names: Vec<&str> =
@@ -104,7 +105,8 @@ pub(crate) async fn bind(arguments: &Arguments, out: &mut dyn Write) -> Result<(
     let Some(ToBind { devices, group, label, waits_for_owner }) = wanted(arguments)? else { return Ok(()) };
     let wish = SliceWish { names: devices, free: false, share: arguments.share };
     let bind = async || DaemonProxy::connect().await?.bind(&wish, &group, &label).await;
-    // A container or a Slurm job that is about to start waits for a service that is just restarting, instead of failing.
+    // An error would make the start of a container or of a Slurm job fail. So `--oci` and `--slurm` wait for a service that is
+    // just restarting.
     let waits = arguments.hook.oci || arguments.slurm;
     let will_be_free =
         |error: &BusError| waits_for_owner && matches!(error, BusError::Refused(RequestError::Taken(_)));
@@ -119,18 +121,16 @@ pub(crate) async fn bind(arguments: &Arguments, out: &mut dyn Write) -> Result<(
     Ok(())
 }
 
-/// A binding to ask the service for: the slices, and the label.
 struct ToBind {
     devices: Vec<String>,
     group: GroupOf,
     label: String,
-    /// True if the kubelet has given the devices to this container. The kubelet gives a device to one pod at a time, so any other
-    /// owner is a container of a pod that was deleted by force, and ends soon.
+    /// True for a container of Kubernetes, which waits until the former owner of the slice ends. The kubelet gives a device to
+    /// one pod at a time. So the former owner is a container of a pod that was deleted by force, and will end soon.
     waits_for_owner: bool,
 }
 
-/// The binding that the command asks the service for. None if there is nothing to bind, for example a job without
-/// slices.
+/// None if there is nothing to bind: the Slurm job has no slice, or the container is in a user namespace.
 fn wanted(arguments: &Arguments) -> Result<Option<ToBind>> {
     if arguments.slurm {
         let Some((control_group, label)) = slurm::job()? else { return Ok(None) };
@@ -166,14 +166,14 @@ pub(crate) async fn unbind(
     Ok(())
 }
 
-/// The control group that the options name. Clap ensures that one of the two options is set.
+/// The parser of the command line ensures that exactly one of the two options is set.
 fn named(pid: Option<u32>, control_group: Option<&str>) -> GroupOf {
     control_group
         .map_or_else(|| GroupOf::Process(pid.unwrap_or_default()), |path| GroupOf::Path(path.to_owned()))
 }
 
-/// Returns true if the error means that the service is just restarting. If the service ended before it answered, the
-/// control group may be bound already, and binding it again does no harm.
+/// True if the service is most likely restarting. A service that ends before its answer may already have bound the control
+/// group, and a second request does no harm.
 fn is_away(error: &BusError) -> bool {
     match error {
         BusError::NotRunning => true,
@@ -182,8 +182,7 @@ fn is_away(error: &BusError) -> bool {
     }
 }
 
-/// Reads the rest of standard input: a runtime that can't write all of the container's state may treat that as a
-/// failure.
+/// Reads standard input to its end. A container runtime may treat a failed write of the container's state as an error.
 fn ignore_input() {
     let _ = io::copy(&mut io::stdin().take(STATE), &mut io::sink());
 }
@@ -200,13 +199,13 @@ fn container_state(input: impl Read) -> Result<ContainerState, String> {
     Ok(state)
 }
 
-/// True if this process is in a user namespace, as in a container runtime without root. The bus would not accept the
-/// user of a process in a user namespace.
+/// True if this process is in a user namespace, as under a container runtime without root. The bus does not accept the user of
+/// a process in a user namespace.
 fn is_in_user_namespace() -> bool {
     fs::read_to_string(proc::OWN_UID_MAP).is_ok_and(|map| !is_whole(&map))
 }
 
-/// True if `map` is the map of user ids of the host itself, where each id means itself.
+/// True if `map` is the user id map of the host itself, which maps every user id to itself.
 fn is_whole(map: &str) -> bool {
     map.split_whitespace().eq(["0", "0", "4294967295"])
 }

@@ -23,13 +23,12 @@ use common::published::control_daemon::ControlDaemonState;
 use common::published::snapshot::State;
 use common::text::printable;
 
-/// The pause between two looks at the clients that a drain waits for.
 const PAUSE: Duration = Duration::from_secs(1);
 
-/// The longest time for which the clients may be unknown, for example while the service is upgraded.
+/// If the service does not answer for this time, for example during an upgrade, `drain --wait` fails.
 const PATIENCE: Duration = Duration::from_secs(60);
 
-/// The most clients that are shown on a terminal.
+/// The most clients that a table or a message names.
 const ROWS: usize = 15;
 
 #[derive(Debug, Args)]
@@ -50,8 +49,8 @@ pub(crate) async fn drain(
     out: &mut dyn Write,
 ) -> Result<u8> {
     match drain_and_wait(daemon, names, waits, out).await {
-        // Other commands do not treat a closed pipe as an error. With `--wait` the exit status says if clients remain, so the
-        // end of the waiting must be an error.
+        // For other subcommands a closed pipe is no error. With `--wait`, exit status 0 means that no client remains, so a wait
+        // that ends early must be an error.
         Err(error) if waits && error.is_closed_pipe() => Err(Error::Failed(
             "standard output was closed, so drain no longer waits for clients; the slices stay drained"
                 .to_owned(),
@@ -66,7 +65,8 @@ async fn drain_and_wait(
     waits: bool,
     out: &mut dyn Write,
 ) -> Result<u8> {
-    // The signals are caught before the drain begins, so that the message about the end of the waiting is always printed.
+    // The signals are caught before the drain begins. Otherwise an early signal would end this process before it prints that
+    // the slices stay drained.
     let signals = if waits { &[Signal::INT, Signal::TERM, Signal::HUP][..] } else { &[] };
     let mut signals = CaughtSignals::catch(signals)?;
     daemon.drain(names).await?;
@@ -92,7 +92,7 @@ async fn drain_and_wait(
         signal = signals.next() => signal,
     };
     if is_drawn_on() {
-        // The terminal has shown "^C" on this line, so the message begins on a new line.
+        // The terminal has printed "^C" on this line, so the message begins on a new line.
         writeln!(out)?;
     }
     let again = if names.is_empty() { "--all".to_owned() } else { printable(&names.join(" ")) };
@@ -122,17 +122,17 @@ fn pronoun(names: &[String]) -> &'static str {
     if names.len() > 1 { "them" } else { "it" }
 }
 
-/// The clients that a drain waits for.
+/// The drained slices, which decide for which clients the drain waits.
 struct Scope {
-    /// True if the drain waits for every client of the service, since everything is drained.
+    /// True if every slice is drained, so that the drain waits for every client of the service.
     all: bool,
-    /// All slices of the GPUs that have a drained slice. The bool is true if the slice is drained.
+    /// All slices of each GPU that has a drained slice. The bool is true if the slice is drained.
     slices: Vec<(Device, bool)>,
 }
 
 impl Scope {
-    /// Asks the service which slices the names mean. The service is asked only once: a reload may remove a GPU that still has
-    /// clients.
+    /// Asks the service which slices the names mean. This answer is used until the wait ends, since a reload may remove a GPU
+    /// that still has clients.
     async fn new(daemon: &DaemonProxy, names: &[String]) -> Result<Self, BusError> {
         if names.is_empty() {
             return Ok(Self { all: true, slices: Vec::new() });
@@ -150,8 +150,8 @@ impl Scope {
         Self { all: false, slices }
     }
 
-    /// The first pipe directory of these GPUs in which the control daemon's socket itself is, and not a link that the
-    /// service can remove. A drain can't exclude a program that uses this pipe directory.
+    /// The first pipe directory of these GPUs that contains the control daemon's socket itself, and not a link that the service
+    /// can remove. A program that has this directory can start new clients in spite of the drain.
     fn open_directory<'a>(&self, control_daemons: &'a [Listed<ControlDaemon>]) -> Option<&'a str> {
         let mut theirs = control_daemons.iter().filter(|daemon| {
             self.all || self.slices.iter().any(|(slice, _)| slice.pipe_directory == daemon.pipe_directory)
@@ -160,11 +160,12 @@ impl Scope {
         Some(&open.pipe_directory)
     }
 
-    /// True if a client may use a drained slice. A client without a known slice may use any slice.
+    /// True if the drain waits for the client, since the client may use a drained slice. A client without a known slice may use
+    /// any slice.
     fn has(&self, client: &Client) -> bool {
         let given: Vec<&str> = given(client).collect();
         let names = |name: &String| given.contains(&name.as_str());
-        // The service does not know yet which GPU a client will use that waits for a server.
+        // The service does not know yet which GPU a waiting client will use.
         let waits = client.gpu.is_empty();
         let its = || self.slices.iter().filter(|(slice, _)| waits || is_on(client, slice));
         let mut known = its().filter(|(slice, _)| names(&slice.addr)).peekable();
@@ -176,14 +177,15 @@ impl Scope {
         self.all || says_no_slice || known.any(|(_, is_drained)| *is_drained)
     }
 
-    /// True if a process without MPS uses a GPU of which all slices are drained, or any GPU if everything is drained.
+    /// True if the client bypasses MPS on a GPU whose slices are all drained. The drain reports this client, but does not wait
+    /// for its end.
     fn bypasses(&self, client: &Client) -> bool {
         let mut its = self.slices.iter().filter(|(slice, _)| is_on(client, slice)).peekable();
         client.bypass && (self.all || its.peek().is_some() && its.all(|(_, is_drained)| *is_drained))
     }
 
-    /// The clients that the drain still waits for. None while the service or a control daemon is starting, since the clients
-    /// are not known yet.
+    /// The clients for which the drain waits. None while the service or a control daemon is starting, since the service does
+    /// not know all clients yet.
     async fn remaining_clients(&self, daemon: &DaemonProxy) -> Result<Option<RemainingClients>, BusError> {
         if !knows_its_clients(daemon).await? {
             return Ok(None);
@@ -192,7 +194,8 @@ impl Scope {
             daemon.clients().await?.into_iter().partition(|client| client.bypass);
         bypassing.retain(|client| self.bypasses(client));
         clients.retain(|client| self.has(client));
-        // An empty list may come from a service that was restarted and does not know its clients yet.
+        // An empty list may come from a service that has just restarted and does not know its clients yet. So an empty list
+        // counts only if the service knows its clients afterwards.
         let is_known = !clients.is_empty() || knows_its_clients(daemon).await?;
         Ok(is_known.then_some(RemainingClients { clients, bypassing }))
     }
@@ -202,16 +205,15 @@ fn is_on(client: &Client, slice: &Device) -> bool {
     slice.device_path.as_ref() == Some(&client.gpu)
 }
 
-/// The clients that one look of a waiting drain has found.
 struct RemainingClients {
-    /// The clients of drained slices, for which the drain waits.
+    /// The clients for which the drain waits.
     clients: Vec<Listed<Client>>,
-    /// The processes that use a drained GPU without MPS.
+    /// The processes that use a drained GPU without MPS. The drain does not wait for these processes.
     bypassing: Vec<Listed<Client>>,
 }
 
-/// True if the service knows the clients of all its control daemons. The clients of a control daemon are not listed
-/// until the service has taken it over.
+/// False while the service or a control daemon is starting. The service lists the clients of a running control daemon only
+/// after it has taken over the control daemon.
 async fn knows_its_clients(daemon: &DaemonProxy) -> Result<bool, BusError> {
     let service = daemon.service().await?;
     let daemons = daemon.control_daemons().await?;
@@ -241,8 +243,7 @@ fn no_client(bypassing: &[Listed<Client>]) -> String {
     )
 }
 
-/// A note that the drain waits for some clients only because their slices are not known; empty if there are no such
-/// clients.
+/// A note about clients for which the drain waits only because their slices are unknown. Empty if all slices are known.
 fn unplaced(clients: &[Listed<Client>]) -> String {
     let unplaced = clients.iter().filter(|client| client.device.is_none());
     let pids: Vec<String> = unplaced.take(ROWS).map(|client| client.pid.to_string()).collect();
@@ -260,7 +261,7 @@ fn describe(clients: &[Listed<Client>]) -> String {
     clients.iter().map(|client| describe_one(client)).collect::<Vec<_>>().join(", ")
 }
 
-/// Describes a client, for example as `process 1153 (python3, user worker, 00:06.0-1, container 4f1c2d3e5a6b)`.
+/// Describes a client: `process 1153 (python3, user worker, 00:06.0-1, container 4f1c2d3e5a6b)`.
 fn describe_one(client: &Client) -> String {
     let Client { pid, command, user, .. } = client;
     let mut facts = vec![command.shown()];
@@ -272,7 +273,6 @@ fn describe_one(client: &Client) -> String {
     format!("process {pid} ({})", facts.join(", "))
 }
 
-/// Shows the clients that the drain waits for, and returns when no client is left.
 async fn wait(daemon: &DaemonProxy, scope: &Scope, out: &mut dyn Write) -> Result<()> {
     let mut screen = DrainScreen { redraws: is_drawn_on(), ..DrainScreen::default() };
     let mut seen = Instant::now();
@@ -299,17 +299,16 @@ async fn wait(daemon: &DaemonProxy, scope: &Scope, out: &mut dyn Write) -> Resul
     }
 }
 
-/// The clients that the drain waits for, as the screen shows them.
 #[derive(Default)]
 struct DrainScreen {
-    /// True for a terminal, where the present clients are drawn. False for other output, which gets a line for each client
-    /// when the client is found, comes or ends.
+    /// True for a terminal, on which a table shows the present clients. False for any other output, which gets a line when a
+    /// client appears or ends.
     redraws: bool,
-    /// The text below everything else on the terminal, which the next text replaces.
+    /// The text at the bottom of the terminal, which the next text replaces.
     drawn: String,
-    /// The summary that was printed last.
+    /// The message that was printed last. An equal message is not printed again.
     last: String,
-    /// The PIDs of the clients that were printed.
+    /// The PIDs of the clients for which a line was printed.
     told: Vec<u32>,
 }
 
@@ -342,7 +341,6 @@ impl DrainScreen {
     }
 }
 
-/// The lines with the clients, for a terminal; empty if there are no clients.
 fn drawn(clients: &[Listed<Client>]) -> String {
     if clients.is_empty() {
         return String::new();

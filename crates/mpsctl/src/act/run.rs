@@ -1,10 +1,10 @@
-//! `yunion-mpsctl run`: starts a GPU program, and passes signals to it in a way that does not harm other clients.
+//! `yunion-mpsctl run`: starts a GPU program, and passes signals to the program in a way that does not harm other clients.
 //!
-//! A signal that ends a program in the middle of a kernel is a fault for every client on its GPU. No signal may reach the
-//! command before its GPU work has ended, not even a signal of the terminal. The terminal signals its foreground process group,
-//! which remains the process group of this process: the command runs in a new session without a controlling terminal. The
-//! terminal's descriptors that the command inherits still work in the new session, for reading too, since job control stops
-//! only processes with this controlling terminal. The settings of the terminal are never changed, so none has to be restored.
+//! A signal that ends a program in the middle of a GPU kernel is a fault for every client on that GPU. So no signal may reach
+//! the command before its GPU work has ended, not even a signal of the terminal. The terminal signals its foreground process
+//! group. To stay out of this group, the command runs in a new session without a controlling terminal. The command can still
+//! use the terminal's descriptors that it inherits, even for reading: job control stops only processes that have the terminal
+//! as their controlling terminal. This process never changes the settings of the terminal, so it restores none.
 
 use std::borrow::Cow;
 use std::collections::BTreeSet;
@@ -34,17 +34,17 @@ use common::bus::proxy::{BusError, DaemonProxy, GroupOf, SliceWish};
 use common::host::{control_groups, proc, systemd};
 use common::text::printable;
 
-/// The time after which a signal is passed on even if the GPU work has not ended. Measured: 50 ms.
+/// After this time, a signal is passed on even if the GPU work has not ended. In a measurement, GPU work ended after 50 ms.
 const RELEASE_TIMEOUT: Duration = Duration::from_secs(5);
 
-/// The most characters of a program's name in the label of a binding.
+/// The most characters of the command's name in the label of a binding.
 const NAME: usize = 24;
 
-/// The first argument of a new process of this program that will execute the command.
+/// The first argument of a new process of this program that executes the command.
 const BECOME: &str = "become-command";
 
-/// The signals that this process catches: those that would end or stop only this process, and SIGWINCH, which the
-/// terminal sends only to this process.
+/// The signals that this process catches. Without a handler, the first seven would end or stop only this process, and not the
+/// command. The terminal sends SIGWINCH only to this process, which passes the signal on to the command.
 const CAUGHT: [Signal; 8] = [
     Signal::INT,
     Signal::QUIT,
@@ -69,10 +69,11 @@ pub(crate) async fn run(daemon: DaemonProxy, devices: &Devices, words: &[OsStrin
     let answer = take(&daemon, &wish).await?;
     ensure_reachable(&answer)?;
     warn_of_several(&answer);
-    // The connection to the bus is closed while the command runs, possibly for weeks: the bus may be restarted meanwhile. A
-    // new connection is made when a signal comes.
+    // The connection to the bus is closed while the command runs, possibly for weeks: the bus may restart meanwhile. A signal
+    // makes this process connect again.
     drop(daemon);
-    // The signals are caught before the command starts, so that a signal during the start does not end only this process.
+    // The signals are caught before the command starts. Otherwise a signal during the start would end this process, and the
+    // command would run on.
     let mut signals = CaughtSignals::catch(&CAUGHT)?;
     let mut child = Command::new(proc::OWN_PROGRAM)
         .arg(BECOME)
@@ -94,8 +95,8 @@ pub(crate) async fn run(daemon: DaemonProxy, devices: &Devices, words: &[OsStrin
                 Signal::TSTP => command.suspend(),
                 Signal::WINCH => command.send(signal),
                 Signal::USR1 | Signal::USR2 if command.handles(signal) => command.signal(signal),
-                // Slurm may repeat its signal within milliseconds. The repetition does not end the command at once, since
-                // Slurm itself sends SIGKILL if the command does not end.
+                // Slurm may repeat its signal within milliseconds. The repetition does not shorten the wait for the GPU work,
+                // since Slurm sends SIGKILL if the command does not end.
                 _ if waiting.is_some() && devices.are_from_slurm() => {}
                 _ if std::mem::take(&mut first) => waiting = Some((signal, Box::pin(release(command)))),
                 _ => {
@@ -110,11 +111,11 @@ pub(crate) async fn run(daemon: DaemonProxy, devices: &Devices, words: &[OsStrin
     }
 }
 
-/// Tries to put this process, if it runs as root, into a control group of its own, and returns true if the process is alone
-/// in the control group. A control group with this process alone can be bound to slices, and then the environment of the
-/// command does not count. A command in a session, or in a terminal of a desktop, gets a systemd scope. A command in a unit
-/// with other processes stays in the unit, since systemd has to end it together with the unit; a command of Slurm stays
-/// too, since Slurm ends its jobs in the same way.
+/// Tries to get a control group for this process alone, and returns true on success. The control group can then be bound to
+/// slices, and the environment of the command no longer decides about its slices. Only root can bind slices. A command in a
+/// session, or in a terminal of a desktop, moves into a systemd scope. A command in a unit with other processes stays in the
+/// unit, since systemd has to end it together with the unit. A command of Slurm stays in its control group, since Slurm has to
+/// end it together with the job.
 async fn takes_control_group(command: &[OsString]) -> bool {
     if !geteuid().is_root() || !systemd::runs_host() {
         return false;
@@ -131,17 +132,16 @@ async fn takes_control_group(command: &[OsString]) -> bool {
     moved.is_ok()
 }
 
-/// The label of the command's binding, for people: the name of the command and the PID of this process.
 fn label(command: &[OsString]) -> String {
     let program = command.first().map(Path::new).and_then(Path::file_name).unwrap_or_default();
-    // The length of a label is limited.
+    // The service limits the length of a label.
     let program: String = program.to_string_lossy().chars().take(NAME).collect();
     format!("{} (PID {})", printable(&program), id())
 }
 
-/// If the arguments (the first one is the program's name) begin with [`BECOME`], this process starts a new session and executes
-/// the command in them. On a failure this process returns the exit status that a shell has for a command that is not found or
-/// can't be executed.
+/// If the first argument after the program's name is [`BECOME`], this process starts a new session and executes the command in
+/// the other arguments. The function returns only on a failure, with the exit status that a shell uses: 127 if the command is
+/// not found, otherwise 126. None for any other first argument.
 pub(crate) fn become_command(arguments: &[OsString], err: &mut dyn Write) -> Option<u8> {
     let [_, ask, command, rest @ ..] = arguments else { return None };
     if ask != BECOME {
@@ -159,8 +159,8 @@ pub(crate) fn become_command(arguments: &[OsString], err: &mut dyn Write) -> Opt
     Some(if error.kind() == io::ErrorKind::NotFound { 127 } else { 126 })
 }
 
-/// The message for a command line (its first word is the program's name) in which a command follows the devices without the `--`
-/// between them.
+/// The message for a command line of `run` in which the command follows the slices without `--`. None for any other command
+/// line.
 pub(crate) fn without_dashes(arguments: &[OsString]) -> Option<String> {
     let [_, subcommand, words @ ..] = arguments else { return None };
     let words: Vec<_> = words.iter().map(|word| word.to_string_lossy()).collect();
@@ -172,7 +172,8 @@ pub(crate) fn without_dashes(arguments: &[OsString]) -> Option<String> {
     if command.is_empty() {
         return None;
     }
-    // With `--free`, a word may be the name of a model or the beginning of the command.
+    // With `--free`, a word may be the name of a model or the beginning of the command. So the message does not guess which
+    // words are the command.
     let is_free = words.iter().any(|word| word == "--free");
     let meant = if is_free {
         "yunion-mpsctl run --free [GPU or model] -- CMD".to_owned()
@@ -185,37 +186,36 @@ pub(crate) fn without_dashes(arguments: &[OsString]) -> Option<String> {
     Some(format!("write the command behind `--`; did you mean: {meant}", meant = printable(&meant)))
 }
 
-/// True if a word could be the name of a slice or a GPU, such as `00:06.0-1` or `GPU-76aef7ff-...`.
+/// True if a word can be the name of a slice or a GPU, such as `00:06.0-1` or `GPU-76aef7ff-...`.
 fn is_device(word: &str) -> bool {
     DeviceName::parts(word).0.parse::<GpuId>().is_ok() || word.starts_with("GPU-")
 }
 
-/// The process group of the command.
 #[derive(Debug, Clone, Copy)]
 struct ProcessGroup(Pid);
 
 impl ProcessGroup {
     fn send(self, signal: Signal) {
-        // Until the command has started its new session, its process group does not exist, and the signal goes to the
-        // process. The command may also have just ended.
+        // The process group of the command does not exist until the command has started its new session. Until then, the signal
+        // goes to the process itself.
         if kill_process_group(self.0, signal) == Err(Errno::SRCH) {
             let _ = kill_process(self.0, signal);
         }
     }
 
-    /// True if the command has a handler for a signal, or ignores it.
+    /// True if the signal does not end the command: the command has a handler for the signal, or ignores the signal.
     fn handles(self, signal: Signal) -> bool {
         let signal = signal.as_raw();
         proc::status(self.0).is_ok_and(|command| command.catches(signal) || command.ignores(signal))
     }
 
-    /// Sends a signal to the command itself and not to its child processes, which may not handle the signal.
+    /// Sends a signal only to the command itself, since its child processes may not handle the signal.
     fn signal(self, signal: Signal) {
         let _ = kill_process(self.0, signal);
     }
 
-    /// Stops the command and this process, as a shell's job control does, until this process is continued. SIGTSTP
-    /// would do nothing: the kernel ignores it in a process group without a shell.
+    /// Stops the command and this process until this process is continued, as job control in a shell does. The command gets
+    /// SIGSTOP, since the kernel discards SIGTSTP in a process group without a shell.
     fn suspend(self) {
         self.send(Signal::STOP);
         let _ = kill_process(getpid(), Signal::STOP);
@@ -225,7 +225,8 @@ impl ProcessGroup {
 
 type Release = Pin<Box<dyn Future<Output = ()>>>;
 
-/// Waits until the GPU work that a signal would interrupt has ended, and returns that signal.
+/// Waits until the GPU work has ended that the signal in `waiting` would interrupt, and returns the signal. Without a signal in
+/// `waiting`, this function never returns.
 async fn released(waiting: &mut Option<(Signal, Release)>) -> Signal {
     match waiting {
         Some((signal, release)) => {
@@ -238,7 +239,7 @@ async fn released(waiting: &mut Option<(Signal, Release)>) -> Signal {
     }
 }
 
-/// Ends the GPU work of the command and of all processes that it has started, as far as that is possible in a few seconds.
+/// Ends the GPU work of the command and of all processes that the command has started. Gives up after [`RELEASE_TIMEOUT`].
 async fn release(command: ProcessGroup) {
     let seconds = RELEASE_TIMEOUT.as_secs();
     let trouble = match timeout(RELEASE_TIMEOUT, terminate_clients(command)).await {
@@ -257,7 +258,7 @@ async fn terminate_clients(command: ProcessGroup) -> Result<(), BusError> {
     let root = u32::try_from(command.0.as_raw_nonzero().get()).unwrap_or_default();
     let listed = daemon.clients().await?;
     let mut terminations = JoinSet::new();
-    // A process on several GPUs is listed once for each GPU.
+    // The service lists a process on several GPUs once for each GPU.
     for pid in listed.iter().map(|client| client.pid).collect::<BTreeSet<u32>>() {
         if descends(pid, root) {
             let daemon = daemon.clone();
@@ -267,7 +268,7 @@ async fn terminate_clients(command: ProcessGroup) -> Result<(), BusError> {
     let mut result = Ok(());
     while let Some(ended) = terminations.join_next().await {
         match ended {
-            // The service no longer knows this client, so it has ended by itself meanwhile.
+            // The service no longer knows this client, so the client has ended by itself.
             Ok(Ok(()) | Err(BusError::Refused(RequestError::NoSuchClient(_)))) | Err(_) => {}
             Ok(Err(error)) => result = Err(error),
         }
@@ -275,11 +276,11 @@ async fn terminate_clients(command: ProcessGroup) -> Result<(), BusError> {
     result
 }
 
-/// True if a process is `root`, or a descendant of `root`, or is in the session of `root`. An orphan has lost its
-/// ancestor, but stays in the session.
+/// True if the process is `root`, a descendant of `root`, or in the session of `root`. A process whose parent has ended is no
+/// descendant any more, but is still in the session.
 fn descends(mut pid: u32, root: u32) -> bool {
-    // Parents are read one after the other and may change meanwhile, so the walk ends after 1000 steps even if it goes in a
-    // ring.
+    // This loop reads the parents one after the other, and they may change meanwhile. So the chain of parents may be a ring,
+    // and the loop ends after 1000 steps.
     for _ in 0..1000 {
         if pid == root {
             return true;
@@ -293,7 +294,7 @@ fn descends(mut pid: u32, root: u32) -> bool {
     false
 }
 
-/// The exit status for this process by the status of the command, in the form that a shell uses.
+/// The exit status of this process in the form of shells: 128 plus the number of the signal if a signal ended the command.
 fn exit_status(status: ExitStatus) -> u8 {
     let code = status.code().or_else(|| status.signal().map(|signal| 128 + signal));
     code.and_then(|code| u8::try_from(code).ok()).unwrap_or(FAILED)

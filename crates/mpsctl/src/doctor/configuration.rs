@@ -1,5 +1,4 @@
-//! The configuration files: mistakes in the files for this service and for the host agent, and if the files are in
-//! force.
+//! Checks of the configuration files: mistakes in the files, and differences from the configuration in force.
 
 use std::fs::File;
 use std::io::ErrorKind;
@@ -42,7 +41,7 @@ fn configuration(facts: &Facts) -> Outcome {
                 let name = if *certain { "configuration-wrong" } else { "no-plan" };
                 findings.push(of_problem(Severity::Error, name, problem));
             }
-            // If the driver is missing, another check reports that, so the plan's problem would be a repetition.
+            // Without a driver no plan is possible, and another check reports the missing driver.
             if let (Err(problem), Ok(_), []) = (plan, &facts.inventory.driver, missing.as_slice()) {
                 let problem = problem.clone().or_remedy("see yunion-mpsctl check");
                 findings.push(finding(Severity::Error, "no-plan", "the GPUs", problem));
@@ -59,7 +58,8 @@ fn configuration(facts: &Facts) -> Outcome {
     Ok(findings)
 }
 
-/// True if only root can read the file. A file that only root can read is no mistake in the configuration.
+/// True if this process can't read the file because it does not run as root. An unreadable file is then no mistake in the
+/// configuration.
 fn for_root(facts: &Facts, file: &Path) -> bool {
     let opened = File::open(facts.file(file));
     !rustix::process::geteuid().is_root()
@@ -75,13 +75,14 @@ fn overridden(facts: &Facts) -> Outcome {
     })
 }
 
-/// Finds mistakes of the configuration for the host agent, which reads the same files and supports less.
+/// Finds settings that are right for the service, but with which the platform's host agent or its containers fail. The host
+/// agent reads the same files, and may support fewer settings.
 fn agent(facts: &Facts) -> Outcome {
     each(&facts.loaded()?.agent, |it| [of_problem(Severity::Warning, it.name, &it.problem)])
 }
 
-/// Compares the published GPUs with a new plan. A GPU that was added or removed since the last reload is no difference in
-/// the files.
+/// Compares the configuration in force, which the service publishes, with a plan from the present files. A different set of
+/// control daemons alone is no finding: a GPU that was added or removed since the last reload may be the reason.
 fn loaded(facts: &Facts) -> Outcome {
     let (loaded, published, plan) = (facts.loaded()?, facts.published()?, facts.plan()?);
     let mut findings: Vec<Finding> = Vec::new();
@@ -121,8 +122,8 @@ fn loaded(facts: &Facts) -> Outcome {
     Ok(findings)
 }
 
-/// Says what a program gets that a user starts without a slice. The platform starts each program with a slice;
-/// without the platform, users start their programs themselves.
+/// Reports the effect on CUDA programs that a user starts without a slice. On a host of the platform nothing is reported, since
+/// the platform starts each program with a slice.
 fn programs(facts: &Facts) -> Outcome {
     let settings = facts.enabled()?;
     let finds_by_itself = facts.directories()?.iter().any(|(pipe, _)| pipe == Path::new(WHERE_CUDA_LOOKS));
@@ -130,7 +131,7 @@ fn programs(facts: &Facts) -> Outcome {
         return Ok(Vec::new());
     }
     let isolations: Vec<Isolation> = facts.plan()?.gpus.iter().map(|gpu| gpu.isolation).collect();
-    // The GPUs of isolated slices have compute mode `DEFAULT`, in which every program may open them.
+    // A GPU with isolated slices has compute mode `DEFAULT`, in which the driver lets every program open the GPU.
     let open = "has the whole GPU, without MPS and without limits";
     let closed = "gets CUDA error 46, busy or unavailable";
     let gets = match (isolations.contains(&Isolation::Slice), isolations.contains(&Isolation::Gpu)) {

@@ -1,4 +1,4 @@
-//! The directories that clients, control daemons and this service need.
+//! Checks of the directories that clients, control daemons and the service need.
 
 use std::collections::BTreeMap;
 use std::fs::{self, Metadata};
@@ -31,11 +31,9 @@ pub(super) const CHECKS: &[Check] = &[
     ("ageing by systemd-tmpfiles", ageing),
 ];
 
-/// The free bytes below which a file system counts as full: the log of a control daemon grows by this much in an
-/// hour.
+/// A file system with fewer free bytes than this counts as full. The log of a control daemon grows by this much in an hour.
 const ROOM: u64 = 1 << 20;
 
-/// Finds directories that the service would refuse, by the service's own rules.
 fn refused(facts: &Facts) -> Outcome {
     each(facts.all_directories()?, |directory| match check(&directory) {
         Ok(false) if in_use(facts, &directory) => Some(error(
@@ -52,7 +50,6 @@ fn refused(facts: &Facts) -> Outcome {
     })
 }
 
-/// True if a running control daemon of the service uses the directory.
 fn in_use(facts: &Facts, directory: &Path) -> bool {
     let mut running = facts.own_control_daemons().iter().filter(|daemon| daemon.pid.is_some());
     running.any(|daemon| {
@@ -61,8 +58,6 @@ fn in_use(facts: &Facts, directory: &Path) -> bool {
     })
 }
 
-/// Finds directories that clients of some user can't reach through all their ancestors, or that other users than root
-/// may write to.
 fn closed(facts: &Facts) -> Outcome {
     let mut findings = Vec::new();
     for (pipe, _) in facts.directories()? {
@@ -98,8 +93,8 @@ fn closed(facts: &Facts) -> Outcome {
     Ok(findings)
 }
 
-/// Finds control daemons whose own sockets are not in a directory for root alone: a container that has another
-/// directory with the sockets and runs as root of the host can command the control daemon.
+/// Finds control daemons whose own sockets are not in a directory that only root can enter. A container that reaches these
+/// sockets and runs as root of the host can command the control daemon.
 fn private(facts: &Facts) -> Outcome {
     let planned = facts.plan().map(|plan| plan.control_daemons.as_slice()).unwrap_or_default();
     each(&facts.published()?.control_daemons, |daemon| {
@@ -139,8 +134,8 @@ fn private(facts: &Facts) -> Outcome {
     })
 }
 
-/// Finds directories of slices without the immutable flag. A container that can write to a slice's directory without
-/// this flag can remove the link in the directory, or make its own socket.
+/// Finds pipe directories without the immutable flag. Without this flag, a container that mounts the directory writable can
+/// replace the link to the control daemon by its own socket.
 fn changeable(facts: &Facts) -> Outcome {
     let daemons = if facts.own_processes() { facts.published()?.control_daemons.as_slice() } else { &[] };
     let serving = daemons.iter().filter(|daemon| daemon.state == ControlDaemonState::Ready);
@@ -189,7 +184,7 @@ fn judge_file_system(directory: &Path, system: &StatVfs) -> Option<Finding> {
             format!("see dmesg for the reason, then mount -o remount,rw $(stat -c %m {directory})"),
         ));
     }
-    // A file system that does not count files reports a total of 0.
+    // A file system without a limit for the number of files, such as Btrfs, reports a total of 0.
     let found = if system.f_files > 0 && system.f_favail == 0 {
         "the file system of this directory can hold no more files".to_owned()
     } else if room < ROOM {
@@ -201,14 +196,15 @@ fn judge_file_system(directory: &Path, system: &StatVfs) -> Option<Finding> {
     Some(error("file-system-full", &directory, found, remedy))
 }
 
-/// Finds control daemons whose socket was removed: such a control daemon goes on running, but clients no longer find
-/// it.
+/// Finds control daemons whose socket was removed or replaced. A control daemon without its socket still runs, but new clients
+/// can't find it.
 fn sockets(facts: &Facts) -> Outcome {
     each(&facts.published()?.control_daemons, |daemon| {
         let serves = matches!(daemon.state.known()?, ControlDaemonState::Ready | ControlDaemonState::Waiting);
         let pid = daemon.pid.filter(|_| serves)?;
         let own = socket(Path::new(&daemon.control_directory), pid);
-        // If all slices of these GPUs are drained, the pipe directory has no link to the control daemon.
+        // If every slice of these GPUs is drained, the service has removed the link to the control daemon from the pipe
+        // directory.
         let devices = facts.published().ok()?.devices.iter().flatten();
         let mut its = devices
             .filter(|device| device.device_path.as_ref().is_some_and(|uuid| daemon.gpus.contains(uuid)));
@@ -217,11 +213,11 @@ fn sockets(facts: &Facts) -> Outcome {
     })
 }
 
-/// The problem with the socket in a directory in which clients look for this control daemon.
+/// None if control daemon `pid` listens in the directory.
 fn socket(directory: &Path, pid: u32) -> Option<Finding> {
     let socket = directory.join("control");
     match listener(directory) {
-        // A missing directory is reported by another check.
+        // Another check reports a missing directory.
         _ if !directory.is_dir() => None,
         Some(other) if other != pid => Some(error(
             "pipe-directory-taken",
@@ -270,8 +266,8 @@ fn runtime_directory(facts: &Facts) -> Outcome {
         if fs::File::open(&state_file).is_err_and(|error| error.kind() == ErrorKind::PermissionDenied) {
             return Err(format!("only root can read {state_file}", state_file = state_file.display()).into());
         }
-        // A running service still knows the content of its state file, and writes the file again. A service that starts now
-        // would not know the content.
+        // A running service has the content of its state file in memory, and writes the file again. A service that starts now
+        // could not read the content.
         let remedy = if facts.published().is_ok() {
             "the service writes the file again within a minute: do not restart the service before, or it \
              takes its control daemons for those of another program"
@@ -297,7 +293,7 @@ fn runtime_directory(facts: &Facts) -> Outcome {
     Ok(findings)
 }
 
-/// Checks /dev/shm, through which clients and servers exchange data.
+/// Clients and servers exchange data through `/dev/shm`.
 fn shared_memory(facts: &Facts) -> Outcome {
     let directory = facts.file("/dev/shm");
     let remedy = "mount -t tmpfs -o mode=1777 tmpfs /dev/shm";
@@ -321,7 +317,8 @@ fn shared_memory(facts: &Facts) -> Outcome {
     Ok(judge_file_system(Path::new("/dev/shm"), &system).into_iter().collect())
 }
 
-/// Finds the directory that NVIDIA's runtime mounts into every container with a GPU, whenever the directory exists.
+/// If `/tmp/nvidia-mps` exists on the host, NVIDIA's container toolkit mounts it into every container with a GPU. So containers
+/// without a slice may reach a control daemon there.
 fn container_toolkit(facts: &Facts) -> Outcome {
     let settings = facts.enabled()?;
     let Some(tool) = toolkit::installed(&facts.sources.sysroot) else { return Ok(Vec::new()) };
@@ -356,7 +353,7 @@ fn selinux(facts: &Facts) -> Outcome {
     Ok(vec![info("selinux-enforcing", pipe, found, remedy)])
 }
 
-/// The directories of tmpfiles.d(5). A file in an earlier directory hides files with the same name in later directories.
+/// The directories of tmpfiles.d(5). A file in an earlier directory hides a file of the same name in a later directory.
 const TMPFILES: [&str; 4] =
     ["/etc/tmpfiles.d", "/run/tmpfiles.d", "/usr/local/lib/tmpfiles.d", "/usr/lib/tmpfiles.d"];
 
@@ -389,16 +386,15 @@ fn ageing(facts: &Facts) -> Outcome {
     })
 }
 
-/// The line of tmpfiles.d because of which systemd-tmpfiles removes the content of a directory: the nearest line for
-/// the directory or for an ancestor, if that line has an age and no line of type x excludes the directory. Lines with
-/// patterns are ignored: the remedy of this check contains no pattern.
+/// Finds the line because of which systemd-tmpfiles removes old files in `directory`. The nearest line for the directory or for
+/// one of its ancestors decides. None if the nearest line has no age, or if a line of type x excludes the directory. Lines with
+/// patterns are ignored, since the remedy of this check writes no pattern.
 fn aged_by<'l, F>(directory: &Path, lines: impl Iterator<Item = (&'l str, F)>) -> Option<(&'l str, F)> {
     let mut nearest: Option<(usize, bool, &str, F)> = None;
     for (line, file) in lines {
         let fields: Vec<&str> = line.split_whitespace().collect();
         let (Some(kind), Some(path)) = (fields.first(), fields.get(1)) else { continue };
-        // tmpfiles.d: a line with `!` counts only at boot. Lines of types other than those in this condition do not
-        // clean up a directory.
+        // A line with `!` applies only at boot. A line of a type that is not in this condition removes no old files.
         let counts = kind.starts_with(['x', 'd', 'D', 'e', 'v', 'q', 'Q', 'C']) && !kind.contains('!');
         if !counts || !directory.starts_with(path) {
             continue;
@@ -431,11 +427,11 @@ mod tests {
         assert_eq!(aged("/run/pipe", &[TMP]), None);
         assert_eq!(aged(pipe, &["D /tmp 1777 root root -"]), None);
         assert_eq!(aged(pipe, &["D! /tmp 1777 root root 10d", "# q /tmp 1777 root root 10d", "q"]), None);
-        // tmpfiles.d: a line of type X excludes only the directory itself from being cleaned up, and not its content.
+        // A line of type X excludes only the directory itself from the clean-up, and not its content.
         assert_eq!(aged(pipe, &[TMP, "X /tmp/nvidia-mps"]), Some(TMP));
         assert_eq!(aged(pipe, &["x /tmp/nvidia-mps/pipe", TMP]), None);
         assert_eq!(aged(pipe, &["d /tmp/nvidia-mps 0755 root root -", TMP]), None);
-        // The shipped lines exclude the directories of MPS even if a distribution cleans up /tmp.
+        // The lines that the package installs exclude the directories of MPS even if a distribution cleans up `/tmp`.
         let shipped = include_str!("../../../../systemd/yunion-mps-daemon.tmpfiles.conf");
         let lines: Vec<&str> = shipped.lines().chain([TMP]).collect();
         for (directory, expected) in

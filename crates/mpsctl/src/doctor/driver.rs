@@ -1,4 +1,4 @@
-//! NVIDIA's driver, its programs and its device nodes.
+//! Checks of NVIDIA's driver, its programs and its device nodes.
 
 use std::fs;
 use std::os::unix::fs::{FileTypeExt, MetadataExt};
@@ -26,7 +26,7 @@ pub(super) const CHECKS: &[Check] = &[
 
 const PROGRAMS: [&str; 2] = [CONTROL, "nvidia-cuda-mps-server"];
 
-/// The PATH that systemd gives a service whose unit sets none.
+/// The PATH that systemd gives a service whose unit sets no PATH.
 const DEFAULT_PATH: &str = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin";
 
 fn driver(facts: &Facts) -> Outcome {
@@ -36,8 +36,8 @@ fn driver(facts: &Facts) -> Outcome {
     })
 }
 
-/// Finds a driver that is newer than all drivers with which this service was tried: NVIDIA's documentation alone says how such a
-/// driver works.
+/// Finds a driver that is newer than every driver with which the service was tried. The service then relies on NVIDIA's
+/// documentation alone.
 fn untried(facts: &Facts) -> Outcome {
     let version = facts.inventory.driver.as_ref().map_err(|_| "there is no driver")?;
     each((series(version) > NEWEST_TRIED).then_some(version), |version| {
@@ -63,7 +63,6 @@ fn programs(facts: &Facts) -> Outcome {
     })
 }
 
-/// The PATH of the running service, or else the PATH that its unit sets.
 fn path_of_service(facts: &Facts) -> Result<String, Problem> {
     if let Some(pid) = facts.published().ok().and_then(|published| published.pid) {
         return Ok(variable(pid, "PATH")?.unwrap_or_default());
@@ -78,7 +77,7 @@ fn path_of_service(facts: &Facts) -> Result<String, Problem> {
 fn service_path(facts: &Facts) -> Outcome {
     let path = path_of_service(facts)?;
     each(PROGRAMS, |name| {
-        // A program that is not found in any directory is reported by another check.
+        // Another check reports a program that is in no directory.
         let found = find_program(name).ok()?;
         find_program_in(name, path.as_ref()).err()?;
         let directory = found.parent().unwrap_or(Path::new("/")).display();
@@ -91,8 +90,7 @@ fn service_path(facts: &Facts) -> Outcome {
     })
 }
 
-/// Compares the CUDA version of the control daemon's program with the driver's. The control daemon's program prints its CUDA
-/// version only since driver 580.
+/// Before driver 580, the control daemon's program can't print its CUDA version, so this check is not possible.
 fn version(facts: &Facts) -> Outcome {
     let driver = facts.inventory.driver.as_ref().map_err(|_| "there is no driver to compare with")?;
     let program = facts.program_cuda.ok_or("the control daemon's program does not say its version")?;
@@ -100,7 +98,7 @@ fn version(facts: &Facts) -> Outcome {
     if program == cuda {
         return Ok(Vec::new());
     }
-    // CUDA writes version 12.8 as 12080.
+    // The driver and the program write CUDA 12.8 as 12080.
     let words = |version: u32| format!("{}.{}", version / 1000, version % 1000 / 10);
     Ok(vec![warning(
         "version-skew",
@@ -138,8 +136,8 @@ fn nodes(facts: &Facts) -> Outcome {
                 remedy,
             ));
         };
-        // Render nodes are skipped: they belong to a group of their own, and CUDA does not open them. Every user must be able to
-        // open all other device nodes of the driver.
+        // CUDA programs of every user must be able to open the driver's device nodes. CUDA opens no render node, and render
+        // nodes belong to a group of their own. So the modes of render nodes are not checked.
         let open = node.starts_with("/dev/dri") || metadata.mode() & 0o006 == 0o006;
         if open {
             return None;
@@ -161,8 +159,8 @@ fn nodes(facts: &Facts) -> Outcome {
     })
 }
 
-/// Checks the number of free inotify instances. The kernel counts inotify instances for each user, and only root's count matters,
-/// since the service runs as root.
+/// The kernel counts the inotify instances and watches of each user. The service runs as root, so only the counts of root
+/// matter.
 fn inotify(facts: &Facts) -> Outcome {
     if !facts.own_processes() {
         return Err("this command does not see the processes of the host".into());

@@ -1,4 +1,4 @@
-//! Container engines on this host, and the runtime with which they stop containers.
+//! A check of the container engines on this host, and of the runtime with which they stop containers.
 
 use std::path::Path;
 
@@ -8,16 +8,16 @@ use common::config::below;
 
 pub(super) const CHECKS: &[Check] = &[("the runtimes of container engines", runtimes)];
 
-/// The beginning of the name of each runtime of this service.
+/// The names of all OCI runtimes of this service begin with this text.
 const OURS: &str = "yunion-mps-";
 
 struct Engine {
     name: &'static str,
-    /// Paths of files, each of which shows that the engine is installed.
+    /// The engine is installed if one of these files exists.
     traces: &'static [&'static str],
-    /// The files that may name this service's runtime for the engine, the usual file first.
+    /// The configuration files in which an administrator may name this service's runtime. The most usual file is the first.
     files: &'static [&'static str],
-    /// The remedy in words: the lines with which an administrator makes this service's runtime known to the engine.
+    /// The instruction for an administrator who configures this service's runtime.
     lines: &'static str,
 }
 
@@ -45,8 +45,8 @@ const ENGINES: [Engine; 3] = [
     },
 ];
 
-/// Finds container engines that do not use this service's runtime. The engines' configuration files are not parsed: a file only
-/// has to contain the name of the runtime.
+/// Finds container engines that do not use this service's runtime. An engine passes this check if one of its configuration
+/// files contains the name of the runtime: the files are not parsed.
 fn runtimes(facts: &Facts) -> Outcome {
     let place = |path: &&str| below(&facts.sources.sysroot, Path::new(path));
     let is_there = |engine: &&Engine| engine.traces.iter().any(|trace| place(trace).exists());

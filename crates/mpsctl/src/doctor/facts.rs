@@ -1,4 +1,4 @@
-//! The facts about the host at this moment. The facts about the host are gathered once, and other modules judge these facts.
+//! The facts about the host that the checks of `doctor` judge. The facts are gathered once, before the first check.
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
@@ -30,21 +30,20 @@ use common::state_file::{self, Running};
 
 pub(super) const UNIT: &str = "yunion-mps-daemon.service";
 
-/// The program of a control daemon.
 pub(super) const CONTROL: &str = "nvidia-cuda-mps-control";
 
-/// The name of control daemons and servers in the kernel, which cuts the names of processes.
+/// The name that the kernel reports for control daemons and for servers, since the kernel cuts process names after 15 bytes.
 const MPS_COMMAND: &str = "nvidia-cuda-mps";
 
 pub(super) struct Facts {
     pub(super) sources: Sources,
     pub(super) checked: Checked,
     pub(super) inventory: Inventory,
-    /// Facts about the GPUs that are not in the inventory, by the GPU's UUID.
+    /// Further facts about the GPUs, by UUID.
     pub(super) gpus: BTreeMap<String, GpuNow>,
-    /// The driver's CUDA version, 13000 for 13.0.
+    /// The CUDA version of the driver: 13000 means CUDA 13.0.
     pub(super) cuda: Option<u32>,
-    /// The CUDA version of the control daemon's program, if the program prints one.
+    /// None before driver 580, where the control daemon's program can't print its CUDA version.
     pub(super) program_cuda: Option<u32>,
     pub(super) bus: Result<Published, BusError>,
     pub(super) unit: Result<UnitProperties, Problem>,
@@ -55,27 +54,25 @@ pub(super) struct Facts {
 
 #[derive(Debug, Clone)]
 pub(super) struct GpuNow {
-    /// True if the driver keeps the GPU's state while no program uses the GPU. None if the driver did not report the persistence
-    /// mode.
+    /// True if the driver preserves the state of the GPU while no program uses the GPU. None if the driver did not report the
+    /// persistence mode.
     pub(super) persistence: Option<bool>,
-    /// The PIDs of the MPS servers on the GPU.
     servers: Vec<u32>,
 }
 
-/// A control daemon that runs.
+/// A control daemon on this host, which the service or another program has started.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct FoundDaemon {
     pub(super) pid: u32,
-    /// The way in which the control daemon was found, in words.
+    /// The way in which `doctor` found the control daemon, as the beginning of a sentence.
     pub(super) trace: String,
-    /// The directory in which the control daemon listens, if that is known.
+    /// The directory in which the control daemon listens. None if `doctor` may not read the environment of the control daemon.
     pub(super) pipe_directory: Option<PathBuf>,
-    /// True if the control daemon sees other file systems than doctor does, as in a container.
+    /// True if the control daemon is in another mount namespace than `doctor`, as in a container.
     pub(super) elsewhere: bool,
 }
 
 impl FoundDaemon {
-    /// Reads the directory and the mount namespace of a control daemon from its process.
     fn new(pid: u32, trace: String) -> Self {
         let own = proc::mount_namespace(proc::OWN).ok();
         let elsewhere = proc::mount_namespace(pid).is_ok_and(|its| own != Some(its));
@@ -92,7 +89,7 @@ impl Facts {
             Ok(loaded) => check::judge(loaded, Some(&inventory)),
             Err(refused) => Checked::Refused(refused),
         };
-        // The environment variable RUNTIME_DIRECTORY is not used: it would name the directory of the unit in which doctor runs.
+        // `RUNTIME_DIRECTORY` is not used: systemd sets this variable to the directory of the unit in which `doctor` runs.
         let runtime_directory = config::below(&sources.sysroot, Path::new("/run/yunion-mps-daemon"));
         let mut facts = Self {
             checked,
@@ -111,22 +108,20 @@ impl Facts {
         facts
     }
 
-    /// The path of a file of the host, below the sysroot.
     pub(super) fn file(&self, path: impl AsRef<Path>) -> PathBuf {
         config::below(&self.sources.sysroot, path.as_ref())
     }
 
-    /// True if the processes of this machine are those of the host that is checked.
+    /// False if `doctor` checks the files of another host below a sysroot. The processes of this machine are then not those of
+    /// that host.
     pub(super) fn own_processes(&self) -> bool {
         self.sources.sysroot == Path::new("/")
     }
 
-    /// The configuration, or the reason why checks of the configuration are not possible.
     pub(super) fn loaded(&self) -> Result<&Loaded, Problem> {
         self.checked.loaded().ok_or_else(|| "the configuration can't be read".into())
     }
 
-    /// The settings, if MPS is switched on. The error is the reason why checks of the settings are not possible.
     pub(super) fn enabled(&self) -> Result<&Settings, Problem> {
         let settings = &self.loaded()?.settings;
         if settings.enabled { Ok(settings) } else { Err("MPS is not enabled".into()) }
@@ -139,23 +134,21 @@ impl Facts {
         }
     }
 
-    /// Everything that the service publishes, or the reason why checks of the published values are not possible.
     pub(super) fn published(&self) -> Result<&Published, Problem> {
         self.bus.as_ref().map_err(|_| "yunion-mps-daemon does not answer on the bus".into())
     }
 
-    /// The control daemons that the service publishes. The list is empty if the service does not answer.
+    /// Empty if the service does not answer.
     pub(super) fn own_control_daemons(&self) -> &[Listed<ControlDaemon>] {
         self.bus.as_ref().map(|published| published.control_daemons.as_slice()).unwrap_or_default()
     }
 
-    /// The GPUs that the driver knows.
     pub(super) fn known_gpus(&self) -> impl Iterator<Item = (&Gpu, &NvmlFacts)> {
         self.inventory.gpus.iter().filter_map(|gpu| Some((gpu, gpu.facts()?)))
     }
 
-    /// The pipe directory and the log directory of each planned control daemon. Without a plan, these are the directories in the
-    /// settings.
+    /// The pipe directory and the log directory of each planned control daemon. Without a plan, the result is the directories
+    /// in the settings.
     pub(super) fn directories(&self) -> Result<Vec<(PathBuf, PathBuf)>, Problem> {
         let settings = self.enabled()?;
         let planned = self.plan().map(|plan| plan.control_daemons.as_slice()).unwrap_or_default();
@@ -165,7 +158,8 @@ impl Facts {
         Ok(planned.iter().map(|one| (one.pipe_directory.clone(), one.log_directory.clone())).collect())
     }
 
-    /// The private directories of the control daemons that the service publishes.
+    /// The directories with the control daemons' own sockets. A control daemon without a private directory has its own sockets
+    /// in the pipe directory, and is omitted.
     pub(super) fn private_directories(&self) -> impl Iterator<Item = PathBuf> {
         let private = |daemon: &&Listed<ControlDaemon>| daemon.control_directory != daemon.pipe_directory;
         self.own_control_daemons()
@@ -179,15 +173,16 @@ impl Facts {
         Ok(directories.chain(self.private_directories()))
     }
 
-    /// True if a control daemon was started by this service.
+    /// True if the service has started the control daemon. The state file names the control daemons of a service that does not
+    /// run now.
     pub(super) fn is_ours(&self, daemon: u32) -> bool {
         let written = self.state_file.as_deref().unwrap_or_default();
         self.own_control_daemons().iter().any(|published| published.pid == Some(daemon))
             || written.iter().any(|running| identity::read(daemon).is_ok_and(|now| now == running.process))
     }
 
-    /// Finds control daemons by the sockets in the configured directories and in CUDA's default directory, by the servers on the
-    /// GPUs, and, if the processes of this machine are the host's, by their names.
+    /// Finds control daemons in three ways: by the sockets in the pipe directories, by the servers on the GPUs, and by the
+    /// names of processes. Each control daemon is listed once.
     fn find_control_daemons(&self) -> Vec<FoundDaemon> {
         let mut found: Vec<FoundDaemon> = Vec::new();
         let mut add = |daemon: FoundDaemon| {
@@ -220,7 +215,7 @@ impl Facts {
     }
 }
 
-/// Reads the configuration on another thread, since the file system may hang.
+/// Reads the configuration with a time limit, since a file system may hang.
 fn load(sources: &Sources) -> Result<Loaded, Refused> {
     let all = sources.clone();
     check::within(DEADLINE, move || config::load(&all)).unwrap_or_else(|| {
@@ -250,8 +245,8 @@ fn ask_driver(sysroot: &Path) -> (Inventory, BTreeMap<String, GpuNow>, Option<u3
     answer.unwrap_or_else(|reason| (Inventory::read(sysroot, Err(&reason)), BTreeMap::new(), None))
 }
 
-/// Asks the control daemon's program for its version. A program that does not know the option for the version acts as a front
-/// end, and this front end must not find a control daemon.
+/// Runs the control daemon's program with the option for its version. A program before driver 580 does not know the option, and
+/// acts as a front end instead. The pipe directory `/dev/null` ensures that the front end finds no control daemon.
 async fn program_cuda() -> Option<u32> {
     let mut command = Command::new(find_program(CONTROL).ok()?);
     command
@@ -278,9 +273,9 @@ fn is_mps(pid: u32) -> bool {
     proc::name(pid).is_some_and(|name| name == MPS_COMMAND)
 }
 
-/// True if the process with this PID is a control daemon. MPS servers have the same short process name as control daemons, so
-/// only the arguments distinguish a control daemon. The name of the process is read before its arguments: the arguments are in
-/// the memory of the process, and reading them hangs if the process hangs.
+/// The kernel reports the same short name for control daemons and servers, so the arguments decide. The arguments are in the
+/// memory of the process, and reading them hangs if the process hangs. So the short name is read first, and other processes are
+/// skipped.
 fn is_control_daemon(pid: u32) -> bool {
     if !is_mps(pid) {
         return false;
@@ -290,7 +285,7 @@ fn is_control_daemon(pid: u32) -> bool {
         && driver::starts_control_daemon(&arguments)
 }
 
-/// A variable in the environment of a process; the error is for people.
+/// None if the process does not have the variable.
 pub(super) fn variable(pid: u32, name: &str) -> Result<Option<String>, Problem> {
     let environment = proc::environment(pid)
         .map_err(|error| format!("the environment of PID {pid} can't be read: {error}"))?;

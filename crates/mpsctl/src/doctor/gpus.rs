@@ -1,4 +1,4 @@
-//! The GPUs: the reasons why one is not served, and the limitations that its users will notice.
+//! Checks of the GPUs: the reasons why a GPU is not served, and limitations that users will notice.
 
 use mps_core::terms::DaemonId;
 
@@ -32,7 +32,8 @@ fn names(gpu: &Gpu) -> String {
 fn unusable(facts: &Facts) -> Outcome {
     each(planned(facts)?, |plan| {
         let gpu = &plan.gpu;
-        // Processes that hold the GPU are no obstacle once the GPU is served, so this obstacle is left out.
+        // Processes that use the GPU without MPS are the obstacle `HELD`. They prevent the service from starting to serve the
+        // GPU, but are no obstacle once the GPU is served.
         let served = gpu.uuid().is_some_and(|uuid| served(facts, uuid));
         let obstacles = plan.obstacles.iter().filter(move |obstacle| obstacle.name != HELD || !served);
         obstacles.map(|NamedProblem { name, problem }| {
@@ -46,8 +47,7 @@ fn served(facts: &Facts, uuid: &str) -> bool {
     mode_while_served(facts, uuid).is_some()
 }
 
-/// The compute mode that a GPU must have by the service's configuration. None if no running control daemon of the
-/// service has the GPU.
+/// The compute mode that the GPU should have. None if no running control daemon of the service has the GPU.
 fn mode_while_served(facts: &Facts, uuid: &str) -> Option<ComputeMode> {
     let mut running = facts.own_control_daemons().iter().filter(|daemon| daemon.pid.is_some());
     let serving = running.find(|daemon| daemon.gpus.iter().any(|gpu| gpu == uuid))?;
@@ -146,8 +146,8 @@ fn warnings(facts: &Facts) -> Outcome {
     })
 }
 
-/// Finds GPUs whose slices together have more threads than the GPU. If the slices of a GPU take turns, each slice has all threads
-/// of the GPU, and that is no finding.
+/// Finds GPUs whose slices together may use more threads than the GPU has. If each slice has its own control daemon, the slices
+/// take turns on the GPU, and the sum does not matter.
 fn oversubscription(facts: &Facts) -> Outcome {
     each(planned(facts)?, |plan| {
         let sum: u32 = plan.sizes.iter().map(|size| u32::from(size.thread_percentage)).sum();

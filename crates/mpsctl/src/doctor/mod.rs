@@ -1,7 +1,7 @@
-//! `yunion-mpsctl doctor`: finds problems on this host, with a remedy for each.
+//! `yunion-mpsctl doctor`: finds problems on this host, and names a remedy for each.
 //!
-//! The facts about the host are gathered once, and every check is a function of these facts. Each module has the checks of one
-//! subject. The rules for the configuration, the plan and the directories are in the modules that the service uses too.
+//! Each check is a function of the facts about the host, which are gathered once. Each module has the checks of one subject.
+//! The service and `doctor` use the same code for the rules about the configuration, the plan and the directories.
 
 mod configuration;
 mod directories;
@@ -33,7 +33,7 @@ use common::counted::counted;
 use common::problem::Problem;
 use common::text::printable;
 
-/// The longest time for looking at the host, since a file system or a program may hang.
+/// The longest time for one check, since a file system or a program may hang.
 const DEADLINE: Duration = Duration::from_secs(5);
 
 /// The exit status of `doctor` when the worst finding is a warning.
@@ -60,11 +60,10 @@ pub(super) struct Arguments {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Serialize)]
 #[serde(rename_all = "kebab-case")]
 enum Severity {
-    /// A slice or a GPU is not served, or is not in the published state.
+    /// A slice or a GPU is not served, or is not in the state that the service publishes.
     Error,
-    /// The host works now, but something will fail later or surprise its users.
+    /// The service works now, but the problem will cause a failure later or surprise users.
     Warning,
-    /// The finding is only information.
     Info,
 }
 
@@ -78,15 +77,13 @@ impl Severity {
     }
 }
 
-/// A problem, or a piece of information, that a check has found.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 struct Finding {
-    /// The name of this kind of finding, which never changes.
+    /// The name of this kind of finding. Scripts compare the name, so it never changes.
     name: &'static str,
     severity: Severity,
     /// The file, the GPU or the process that the finding is about.
     subject: String,
-    /// The problem and its remedy: a command to type, or a line to write.
     #[serde(flatten)]
     problem: Problem,
 }
@@ -118,7 +115,6 @@ fn info(name: Name, subject: impl ToString, found: impl Into<String>, remedy: im
     finding(Severity::Info, name, subject, Problem::new(found, remedy))
 }
 
-/// The remedy for a missing setting in the service's unit.
 fn edit_unit(setting: &str) -> String {
     format!(
         "write [Service] and {setting} with systemctl edit yunion-mps-daemon, then systemctl restart \
@@ -126,10 +122,9 @@ fn edit_unit(setting: &str) -> String {
     )
 }
 
-/// The findings of a check, or the reason why the check was not possible.
+/// The findings of a check. The error is the reason why the check was not possible.
 type Outcome = Result<Vec<Finding>, Problem>;
 
-/// Makes a finding from each element.
 #[expect(clippy::unnecessary_wraps, reason = "each check returns this type")]
 fn each<T, F: IntoIterator<Item = Finding>>(
     of: impl IntoIterator<Item = T>,
@@ -138,15 +133,15 @@ fn each<T, F: IntoIterator<Item = Finding>>(
     Ok(of.into_iter().flat_map(judge).collect())
 }
 
-/// A check: the name of its subject, for people, and the function that makes the check.
+/// The subject of a check, in words for people, and the function that makes the check.
 type Check = (&'static str, fn(&Facts) -> Outcome);
 
 #[derive(Debug)]
 struct DoctorReport {
     findings: Vec<Finding>,
-    /// The number of checks that could be made.
     made: usize,
-    /// The checks that were not possible, each with the reason: without them, an empty list of findings would prove little.
+    /// The checks that were not possible, each with the reason. A report without findings proves little if many checks were not
+    /// possible.
     not_checked: Vec<(&'static str, String)>,
 }
 
@@ -155,7 +150,7 @@ impl DoctorReport {
         match outcome {
             Ok(findings) => {
                 self.made += 1;
-                // Two directories may have the same parent directory, and then give the same finding twice.
+                // Two directories may have the same parent directory, and then cause the same finding twice.
                 for finding in findings {
                     if !self.findings.contains(&finding) {
                         self.findings.push(finding);
@@ -167,7 +162,6 @@ impl DoctorReport {
     }
 }
 
-/// Runs the command `doctor`, and returns its exit status.
 pub(super) async fn doctor(arguments: &Arguments, out: &mut dyn Write) -> Result<u8> {
     let sources = Sources { config: arguments.config.clone(), sysroot: arguments.sysroot.clone() };
     let report = examine(&Arc::new(Facts::gather(sources).await));
@@ -221,7 +215,8 @@ fn examine(facts: &Arc<Facts>) -> DoctorReport {
     }
     let unnamed = serving::gpus(facts, &report.findings);
     report.add(serving::GPUS, unnamed);
-    // A stable sort keeps the order within a severity, in which causes come before their consequences.
+    // The checks report causes before their consequences. A stable sort preserves this order among findings of the same
+    // severity.
     report.findings.sort_by_key(|finding| finding.severity);
     report
 }

@@ -1,4 +1,4 @@
-//! Control daemons that the service has not started, and limits of the service's control daemons.
+//! Checks of control daemons that the service has not started, and of the limits of the service's own control daemons.
 
 use super::facts::Facts;
 use super::{Check, Outcome, Severity, each, edit_unit, finding, warning};
@@ -9,15 +9,15 @@ use common::problem::Problem;
 pub(super) const CHECKS: &[Check] =
     &[("control daemons of other programs", foreign), ("the limit of open files", open_files)];
 
-/// The most open files that a server needs for one client. With the usual limit of 1024 open files, a server can have fewer than
-/// 60 clients.
+/// The most open files that a server needs for each client. With the usual limit of 1024 open files, a server can have fewer
+/// than 60 clients.
 const FILES_PER_CLIENT: u64 = 20;
 
-/// The most open files of a server without clients. Measured: 42 open files with one GPU.
+/// The most open files that a server needs without clients. A server with one GPU had 42 open files in a measurement.
 const FILES: u64 = 64;
 
 fn foreign(facts: &Facts) -> Outcome {
-    // Without a list of the control daemons that the service has started, doctor can't recognize foreign control daemons.
+    // Without the list of the service's own control daemons, `doctor` can't recognize the control daemons of other programs.
     if facts.published().is_err() && facts.state_file.is_err() {
         return Err("doctor does not know which control daemons the service has started".into());
     }
@@ -26,11 +26,11 @@ fn foreign(facts: &Facts) -> Outcome {
         let directory = daemon.pipe_directory.as_deref();
         let in_ours = configured.iter().any(|(pipe, _)| Some(pipe.as_path()) == directory);
         let end = match directory {
-            // The directory of this control daemon is in a container, and programs in the container can't be trusted. So doctor
-            // shows no command that an administrator would run on the host.
+            // The control daemon is in a container, and the path of its directory comes from a program that can't be trusted.
+            // So the finding contains no command that an administrator would run on the host.
             Some(_) if daemon.elsewhere => "end the control daemon in its container".to_owned(),
-            // The path of the directory comes from the environment of a process, which can contain any text, and root will type
-            // this command. So the path is quoted.
+            // The path comes from the environment of a process and can contain any text. Root will type this command into a
+            // shell, so the path is quoted.
             Some(path) => format!(
                 "echo quit | CUDA_MPS_PIPE_DIRECTORY={path} nvidia-cuda-mps-control, which waits for the \
                  clients to end",
@@ -63,7 +63,7 @@ fn foreign(facts: &Facts) -> Outcome {
     })
 }
 
-/// Finds control daemons with a low limit of open files. An MPS server inherits the limit of open files of its control daemon.
+/// A server inherits the limit of open files from its control daemon.
 fn open_files(facts: &Facts) -> Outcome {
     let published = facts.published()?;
     let mut findings = Vec::new();

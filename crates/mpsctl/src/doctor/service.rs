@@ -1,4 +1,4 @@
-//! The service: its name on the bus, its unit, and leftovers of the program that it replaces.
+//! Checks of the service: its name on the bus, its unit, and the program of the platform that the service replaces.
 
 // All checks have the same type, which is a `Result` since some of them may lack a fact.
 #![allow(clippy::unnecessary_wraps)]
@@ -28,7 +28,7 @@ pub(super) const CHECKS: &[Check] = &[
 const POLICIES: [&str; 2] =
     ["/usr/share/dbus-1/system.d/io.yunion.Mps1.conf", "/etc/dbus-1/system.d/io.yunion.Mps1.conf"];
 
-/// The program that this service replaces.
+/// The platform's own MPS daemon, which this service replaces.
 const UPSTREAM: &str = "/opt/yunion/bin/mps-daemon";
 
 fn bus(facts: &Facts) -> Outcome {
@@ -46,8 +46,8 @@ fn bus(facts: &Facts) -> Outcome {
             };
             error("bus-refuses", "io.yunion.Mps1", reason, remedy)
         }
-        // A process owns the service's name on the bus, so the bus works. The remedy does not restart the bus, since a restart of
-        // the bus would harm all other programs on the host.
+        // The service's name on the bus has an owner, so the bus works and the service hangs. A restart of the bus would harm
+        // all other programs on the host, so the remedy restarts only the service.
         Err(BusError::Silent) => error(
             "service-silent",
             UNIT,
@@ -94,7 +94,7 @@ fn unit_state(facts: &Facts) -> Outcome {
     Ok(judge_state(facts.unit.as_ref().map_err(Clone::clone)?))
 }
 
-/// The gravest problem that systemd reports about a service that is not running, with its remedy.
+/// The gravest problem of the service's unit that systemd reports, with a remedy. None if systemd reports no error.
 pub(crate) async fn why_not_running() -> Option<String> {
     let unit = systemd::unit(UNIT).await.ok()?;
     let gravest = judge_state(&unit).into_iter().find(|finding| finding.severity == Severity::Error);
@@ -184,7 +184,7 @@ fn judge_settings(unit: &UnitProperties, needed: &[PathBuf]) -> Vec<Finding> {
     };
     for directory in needed {
         let covered = protected.iter().any(|path| directory.starts_with(path));
-        // systemd's `ProtectSystem=strict` leaves these directories writable.
+        // These directories stay writable with `ProtectSystem=strict`.
         let apart = ["/dev", "/proc", "/sys"].iter().any(|path| directory.starts_with(path));
         if covered && !apart && !granted.iter().any(|path| directory.starts_with(path)) {
             findings.push(error(
@@ -209,8 +209,8 @@ fn judge_settings(unit: &UnitProperties, needed: &[PathBuf]) -> Vec<Finding> {
     findings
 }
 
-/// Finds a file in /etc that hides the unit file of the package. A link to /dev/null is no finding here: the link masks the unit,
-/// and the check of the unit's state reports a masked unit.
+/// Finds a file in `/etc` that hides the unit file of the package. A link to `/dev/null` is no finding here: the link masks the
+/// unit, and another check reports a masked unit.
 fn shadowed(facts: &Facts) -> Outcome {
     let hidden = Path::new("/etc/systemd/system").join(UNIT);
     let file = facts.file(&hidden);
@@ -233,8 +233,7 @@ fn shadowed(facts: &Facts) -> Outcome {
     Ok(vec![warning("unit-shadowed", hidden, found, remedy)])
 }
 
-/// Finds the program that this service replaces: two programs that set compute modes and start control daemons would
-/// undo each other's work.
+/// Finds the platform's own MPS daemon. Two programs that set compute modes and start control daemons undo each other's work.
 fn upstream(facts: &Facts) -> Outcome {
     let installed = facts.file(UPSTREAM).exists().then(|| {
         let found = "the platform's own MPS daemon is still installed, and would use the same GPUs";
@@ -326,8 +325,8 @@ mod tests {
         }
     }
 
-    /// The remedy for a pipe directory without a private directory next to it: a directory that the unit names in
-    /// `ReadWritePaths=` is a mount of its own.
+    /// systemd makes each directory in `ReadWritePaths=` a mount of its own, and hard links can't lead into another mount. So
+    /// the remedy names the parent of the configured pipe directory.
     #[test]
     fn the_remedy_allows_the_parent() {
         let strict = unit(&json!({"ProtectSystem": "strict"}));

@@ -1,4 +1,4 @@
-//! Problems that the service reports, and problems that its clients will notice.
+//! Checks of the published state: problems that the service reports, and problems that clients will notice.
 
 use std::collections::BTreeMap;
 use std::fmt::Display;
@@ -34,23 +34,22 @@ pub(super) const CHECKS: &[Check] = &[
     ("clients that wait for clients of other users", waiting),
 ];
 
-/// The name of the subject of [`gpus`], which runs after all other checks.
+/// The subject of the check [`gpus`], which needs the findings of all other checks.
 pub(super) const GPUS: &str = "the health of the GPUs";
 
 /// The most records of the host agent that a finding names.
 const RECORDS: usize = 4;
 
-/// The remedy for a problem whose published reason already says what to do.
+/// The remedy if the published reason of a problem already says what an administrator has to do.
 const DO_WHAT_IT_SAYS: &str = "do what the reason says; see also yunion-mpsctl status and the journal";
 
-/// The remedy for tenants who are root on the host.
+/// The remedy for containers that run as root of the host.
 const OTHER_USER: &str = "run such containers as another user, or in a user namespace";
 
 fn name(daemon: &ControlDaemon) -> String {
     format!("control daemon {}", daemon.id)
 }
 
-/// The subject of a finding about a GPU: its address and, if the driver knows the GPU, its UUID.
 pub(super) fn gpu_name(address: &impl Display, uuid: Option<&str>) -> String {
     uuid.map_or_else(|| address.to_string(), |uuid| format!("{address} ({uuid})"))
 }
@@ -84,8 +83,8 @@ fn control_daemons(facts: &Facts) -> Outcome {
                 ),
             )),
             ControlDaemonState::Waiting => {
-                // A control daemon that waits without a process waits for something outside of the service. The published reason
-                // of the control daemon says what has to be done.
+                // A control daemon without a process does not wait for clients. Only its published reason says what an
+                // administrator has to do.
                 let remedy = if daemon.pid.is_none() {
                     "do what the reason says"
                 } else {
@@ -101,13 +100,12 @@ fn control_daemons(facts: &Facts) -> Outcome {
     })
 }
 
-/// The severity of a problem that may prevent a GPU from being served: only a warning if the GPU is served all the
-/// same.
+/// A problem that can prevent a GPU from being served is only a warning as long as the GPU is served.
 pub(super) fn unless_served(is_served: bool) -> Severity {
     if is_served { Severity::Warning } else { Severity::Error }
 }
 
-/// The GPUs that are published as not served, if neither the GPU nor its control daemon is the subject of an error.
+/// Finds GPUs that are not served, unless another check has reported an error about the GPU or its control daemon.
 pub(super) fn gpus(facts: &Facts, findings: &[Finding]) -> Outcome {
     let published = facts.published()?;
     let errors = || findings.iter().filter(|finding| finding.severity == Severity::Error);
@@ -118,7 +116,7 @@ pub(super) fn gpus(facts: &Facts, findings: &[Finding]) -> Outcome {
         errors()
             .any(|error| [Some(&gpu.addr), Some(&of_gpu), of_daemon.as_ref()].contains(&Some(&error.subject)))
     };
-    // A GPU whose control daemon is starting gets another state within a minute, so it is no finding.
+    // A starting control daemon gets another state within a minute, so its GPUs are no finding.
     let is_starting =
         |gpu: &&Listed<Gpu>| daemon(gpu).is_some_and(|one| one.state == ControlDaemonState::Starting);
     if facts.inventory.driver.is_err() && errors().next().is_some() {
@@ -128,7 +126,7 @@ pub(super) fn gpus(facts: &Facts, findings: &[Finding]) -> Outcome {
     each(sick, |gpu| [error("gpu-not-served", &gpu.addr, &gpu.reason, DO_WHAT_IT_SAYS)])
 }
 
-/// The slices that are not served, though their GPU is.
+/// Finds slices that are not served although their GPU is served.
 fn slices(facts: &Facts) -> Outcome {
     let published = facts.published()?;
     let is_served = |device: &Listed<Device>| {
@@ -139,7 +137,8 @@ fn slices(facts: &Facts) -> Outcome {
     each(sick, |device| [error("slice-not-served", &device.addr, &device.reason, DO_WHAT_IT_SAYS)])
 }
 
-/// Finds a problem that concerns no GPU and no control daemon, such as a refused new configuration.
+/// Finds a problem of the service that affects no GPU, no slice and no control daemon, such as a new configuration that the
+/// service has refused.
 fn service(facts: &Facts) -> Outcome {
     let published = facts.published()?;
     let state = &published.service.state;
@@ -160,8 +159,8 @@ fn service(facts: &Facts) -> Outcome {
     )])
 }
 
-/// Finds slices whose memory limit the kernel should enforce for a control group, and does not. Such a slice is no error,
-/// since the service watches the memory too.
+/// Finds slices whose memory limit the kernel should enforce for a control group, but does not enforce. This is no error, since
+/// the service watches the memory of each slice too.
 fn kernel_limits(facts: &Facts) -> Outcome {
     let devices = facts.published()?.devices.as_deref().unwrap_or_default().iter();
     each(devices, |device| {
@@ -179,8 +178,8 @@ fn kernel_limits(facts: &Facts) -> Outcome {
     })
 }
 
-/// Compares the limits that servers have confirmed with the limits that the service has asked for: a control daemon
-/// enforces the limits of its largest slice.
+/// Compares the limits that servers have confirmed with the limits that the service has requested. A control daemon enforces
+/// the limits of its largest slice, so these limits are expected on all its GPUs.
 fn limits(facts: &Facts) -> Outcome {
     let published = facts.published()?;
     let mut findings = Vec::new();
@@ -189,8 +188,8 @@ fn limits(facts: &Facts) -> Outcome {
         let served = || published.served_by(&daemon.id);
         let percentage = served().map(|gpu| gpu.mps_thread_percentage).max();
         let memory = served().filter_map(|gpu| gpu.mps_memory_limit).max();
-        // If slices of one GPU have different sizes and each slice has its own control daemon, the control daemons confirm
-        // different limits. So such a GPU has no common limit to compare.
+        // If the slices of a GPU have different sizes and a control daemon each, every control daemon confirms another limit.
+        // The GPU then has no common limit to compare.
         let is_common = |gpu: &&Gpu| gpu.equal_slices || gpu.isolation == Isolation::Gpu;
         for gpu in served().filter(is_common) {
             let pairs = [
@@ -238,15 +237,15 @@ fn devices(facts: &Facts) -> Outcome {
             return Ok(vec![warning("clients-unknown", "the clients", reason.to_string(), remedy)]);
         }
     };
-    // Clients that bypass MPS and clients that wait are left out, since they have findings of their own. A client on several
-    // GPUs is named once.
+    // Other checks report clients that bypass MPS and clients that wait. The service lists a client on several GPUs once for
+    // each GPU, but a finding names the client once.
     let list = |of: &dyn Fn(&Client) -> bool| -> Vec<String> {
         let found = clients.iter().filter(|client| !client.bypass && !client.waiting && of(client));
         found.map(|client| (client.pid, named(client))).collect::<BTreeMap<_, _>>().into_values().collect()
     };
     let nameless = list(&|client| client.device.is_none());
-    // A client that is known to have a slice only from its own environment is reported only if it runs in a container: a program
-    // on the host can name its slice only in its environment, unless its control group is bound.
+    // A program on the host can name its slice only in its environment, unless its control group is bound. So only clients in
+    // containers are reported.
     let claims = |client: &Client| client.known_by.as_ref().is_some_and(|word| *word == KnownBy::Environment);
     let claim = list(&|client| client.container_id.is_some() && claims(client));
     let mut findings = Vec::new();
@@ -279,8 +278,8 @@ fn devices(facts: &Facts) -> Outcome {
     Ok(findings)
 }
 
-/// Finds records of the host agent that the service does not use. The clients in a container with such a record have no slice, or
-/// only their environment names a slice.
+/// Finds records of the host agent that the service can't use. The service then knows the slices of the clients in these
+/// containers only from their environment, or not at all.
 fn records(facts: &Facts) -> Outcome {
     let servers = &facts.enabled()?.supervision.servers_path;
     if !rustix::process::geteuid().is_root() {
@@ -305,8 +304,7 @@ fn records(facts: &Facts) -> Outcome {
     )])
 }
 
-/// Finds slices and GPUs that have as many clients as the control daemon accepts. A full GPU is no error: all its clients are
-/// served.
+/// Finds slices and GPUs that have as many clients as possible. A full GPU is no error, since all its clients are served.
 fn full(facts: &Facts) -> Outcome {
     let published = facts.published()?;
     let is_full = |device: &&Listed<Device>| {
@@ -334,11 +332,11 @@ fn full(facts: &Facts) -> Outcome {
     })
 }
 
-/// Finds clients in containers that can harm other clients by commands to a control daemon. Processes of root on the host are no
-/// finding, since they can harm clients in any case.
+/// Finds clients in containers from which a control daemon accepts commands that harm other clients. Root processes on the host
+/// are no finding, since root can harm clients in any case.
 fn commanders(facts: &Facts) -> Outcome {
     let clients = &facts.published()?.clients;
-    // A client on several GPUs is listed once for each GPU, and named once here.
+    // The service lists a client on several GPUs once for each GPU, but a finding names the client once.
     let list = |of: &dyn Fn(&Client) -> bool| -> Vec<String> {
         let found = clients.iter().flatten().filter(|client| of(client));
         found.map(|client| (client.pid, named(client))).collect::<BTreeMap<_, _>>().into_values().collect()
@@ -346,13 +344,13 @@ fn commanders(facts: &Facts) -> Outcome {
     let all = list(&|client| {
         let is_contained =
             || client.container_id.is_some() || proc::is_elsewhere(client.pid).unwrap_or_default();
-        // A later version of the service may publish other words for `may_command`, which may mean that the client can give more
-        // commands.
+        // A newer version of the service may publish words that this program does not know. A client with an unknown word
+        // counts as harmful.
         let is_harmless =
             |may: &Word<_>| matches!(may.known(), Some(MayCommand::Nothing | MayCommand::Neighbours));
         client.may_command.as_ref().is_some_and(|may| !is_harmless(may)) && is_contained()
     });
-    // Only programs in containers have `Neighbours`: a program on the host can reach more than a control daemon's socket.
+    // Only clients in containers have `Neighbours`: a program on the host can give a control daemon every command.
     let neighbours =
         list(&|client| client.may_command.as_ref().is_some_and(|may| *may == MayCommand::Neighbours));
     let mut findings = Vec::new();
@@ -384,7 +382,7 @@ fn commanders(facts: &Facts) -> Outcome {
     Ok(findings)
 }
 
-/// Finds drained slices, which an administrator may have forgotten.
+/// An administrator may have forgotten the drain of a slice.
 fn drained(facts: &Facts) -> Outcome {
     let devices = facts.published()?.devices.as_deref().unwrap_or_default();
     let drained: Vec<&str> =
@@ -400,7 +398,6 @@ fn drained(facts: &Facts) -> Outcome {
     )])
 }
 
-/// Finds slices whose clients together use more than the slice has.
 fn budgets(facts: &Facts) -> Outcome {
     each(facts.published()?.devices.iter().flatten(), |device| {
         let overuse = device.overuse.as_deref().filter(|overuse| !overuse.is_empty())?;
@@ -422,7 +419,6 @@ fn budgets(facts: &Facts) -> Outcome {
     })
 }
 
-/// Finds control daemons that run on other CPUs than those to which they should be bound.
 fn cpus(facts: &Facts) -> Outcome {
     each(&facts.published()?.control_daemons, |daemon| {
         let (wanted, cpus) = (daemon.wanted_cpus.as_ref()?, daemon.cpus.as_ref()?);
@@ -443,8 +439,8 @@ fn cpus(facts: &Facts) -> Outcome {
     })
 }
 
-/// Finds users who wait for a control daemon without multi-user mode: its users take turns, and a client that waits
-/// for its turn prints nothing.
+/// Without multi-user mode, a control daemon serves one user at a time. A client of another user waits, and prints nothing
+/// while it waits.
 fn waiting(facts: &Facts) -> Outcome {
     let clients = facts.published()?.clients.iter().flatten();
     each(clients.filter(|client| client.waiting), |client| {

@@ -1,6 +1,6 @@
-//! A CUDA client for measurements: yunion-mpsctl starts its own program again, in the environment of a slice. The client gets one
-//! request as an argument, prints the answer to stdout, and ends. The client runs no kernel, so it causes no fault for other
-//! clients, even if it is killed.
+//! A CUDA client for measurements. `yunion-mpsctl` starts its own program again, in the environment of a slice. The new process
+//! gets one request as an argument, prints the answer to stdout, and ends. The process runs no GPU kernel, so killing it causes
+//! no fault for other clients.
 
 use std::ffi::{OsStr, OsString};
 use std::io::Write;
@@ -18,13 +18,13 @@ use crate::{Error, Result};
 use common::bus::proxy::DaemonProxy;
 use common::host::proc;
 
-/// The first argument of the process that becomes a CUDA client; the second is a [`CudaRequest`] in JSON.
+/// The first argument of the process that becomes a CUDA client. The second argument is a [`CudaRequest`] in JSON.
 const BECOME: &str = "become-cuda-client";
 
-/// A pipe directory that does not exist. Only root could create this directory, so no control daemon listens in it.
+/// A pipe directory that does not exist. Only root could create this directory, so no control daemon listens there.
 const NOWHERE: &str = "/nonexistent";
 
-/// The longest time for an answer: the start of a server takes seconds.
+/// The longest wait for an answer. The client may be the first of a server, and a server needs seconds to start.
 const ANSWER_DEADLINE: Duration = Duration::from_secs(120);
 
 const END_DEADLINE: Duration = Duration::from_secs(5);
@@ -34,28 +34,28 @@ pub(super) enum CudaRequest {
     /// Count the multiprocessors of the GPU without opening a context.
     Count,
     /// Open a context and report its GPU. With `allocate`, also allocate memory until an allocation fails or `allocate` MiB are
-    /// allocated, and free this memory. With None, allocate nothing.
+    /// reached, and free the memory again.
     Look { allocate: Option<u64> },
 }
 
-/// The multiprocessors and the memory that a client sees in its context, in MiB.
+/// The multiprocessors, and the memory in MiB, that a client sees in its context.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub(super) struct ContextFacts {
     pub(super) sms: u32,
     pub(super) memory_free: u64,
     pub(super) memory_total: u64,
-    /// The memory that the client could allocate, in MiB. None if the client was asked to allocate nothing.
+    /// The memory that the client could allocate, in MiB. None if the request was to allocate nothing.
     #[serde(rename = "memory_allocated")]
     pub(super) allocated: Option<u64>,
 }
 
-/// The environment of a slice without the slice's limits, so that only the control daemon's defaults apply.
+/// The environment of a slice without the slice's limits, so that only the limits of the control daemon apply.
 pub(super) fn without_limits(environment: &[(String, String)]) -> Vec<(String, String)> {
     let kept = ["CUDA_MPS_PIPE_DIRECTORY", "CUDA_VISIBLE_DEVICES"];
     environment.iter().filter(|(name, _)| kept.contains(&name.as_str())).cloned().collect()
 }
 
-/// The environment for the GPU of a slice without a control daemon.
+/// The environment of a slice's GPU in which CUDA finds no control daemon.
 pub(super) fn without_mps(environment: &[(String, String)]) -> Vec<(String, String)> {
     let mut environment = without_limits(environment);
     for (name, value) in &mut environment {
@@ -66,14 +66,12 @@ pub(super) fn without_mps(environment: &[(String, String)]) -> Vec<(String, Stri
     environment
 }
 
-/// Starts a client in this environment, and waits for its answer and its end.
 pub(super) async fn ask<T: DeserializeOwned>(
     environment: &[(String, String)],
     request: CudaRequest,
 ) -> Result<T> {
     let mut command = Command::new(proc::OWN_PROGRAM);
-    // The caller's own environment may have variables that would make the probe a client of another slice, so they are
-    // removed.
+    // Variables in the caller's environment could make the new process a client of another slice.
     let ours = |name: &str| name.starts_with("CUDA_MPS_") || name == "CUDA_VISIBLE_DEVICES";
     for (name, _) in std::env::vars_os().filter(|(name, _)| name.to_str().is_some_and(ours)) {
         command.env_remove(name);
@@ -85,8 +83,8 @@ pub(super) async fn ask<T: DeserializeOwned>(
         .stdin(Stdio::null())
         .stdout(Stdio::piped())
         .stderr(Stdio::null())
-        // The client has a process group of its own, so that Ctrl-C reaches only yunion-mpsctl and not the client. After
-        // Ctrl-C the client frees its memory and ends by itself.
+        // The client has its own process group, so Ctrl-C ends only `yunion-mpsctl`. The client then frees its memory and ends
+        // by itself.
         .process_group(0)
         .spawn()
         .map_err(|error| Error::System("start a process", error))?;
@@ -111,14 +109,14 @@ pub(super) async fn ask<T: DeserializeOwned>(
     }
 }
 
-/// Ends the GPU work of a client that hangs. Such a client ends as soon as its calls of CUDA return.
+/// Ends the GPU work of a client that hangs. The calls of CUDA then return, and the client ends.
 async fn end_client(pid: u32) {
     let terminate = async { DaemonProxy::connect().await?.terminate_client(pid).await };
     let _ = timeout(END_DEADLINE, terminate).await;
 }
 
-/// If the first argument after the program's name is [`BECOME`], this process is a CUDA client for one request. Returns the exit
-/// status of the client.
+/// If the first argument after the program's name is [`BECOME`], this process executes one request as a CUDA client. Returns
+/// the exit status, or None for any other first argument.
 pub(crate) fn become_cuda_client(arguments: &[OsString], out: &mut dyn Write) -> Option<u8> {
     let [_, ask, request] = arguments else { return None };
     if ask != BECOME {

@@ -1,5 +1,5 @@
-//! A CUDA context, to see a GPU as a client does. Each measurement needs a new process, since the driver reads a slice's limits
-//! from the environment once, and keeps them until the process ends.
+//! A CUDA context, which sees a GPU as a client does. The driver reads the limits of a slice from the environment only once in
+//! each process, so each measurement needs a new process.
 
 use std::ffi::CStr;
 use std::io::Write;
@@ -12,11 +12,10 @@ use super::raw;
 
 const MIB: usize = 1 << 20;
 
-/// The sizes of allocations in MiB. Memory is allocated in pieces of one size until an allocation fails, and after that in pieces
-/// of the next smaller size.
+/// The sizes of allocations in MiB. Memory is allocated in blocks of one size until an allocation fails, and then in blocks of
+/// the next smaller size.
 const STEPS_MIB: [usize; 5] = [256, 64, 16, 4, 1];
 
-/// Describes an error of CUDA, with the step that has failed.
 fn failed(step: &'static str) -> impl Fn(DriverError) -> String {
     move |error| {
         let text = error.error_string().map(CStr::to_string_lossy);
@@ -25,8 +24,8 @@ fn failed(step: &'static str) -> impl Fn(DriverError) -> String {
     }
 }
 
-/// Makes the process end with a message if the library or a function in it is missing. In this case the Rust binding of CUDA
-/// panics, so this function must be called before all other functions of this module.
+/// Makes this process print a message and exit if the CUDA library, or a function of the library, is missing. The Rust binding
+/// of CUDA panics in this case. So this function must be called before all other functions of this module.
 pub(crate) fn exit_with_message_on_panic(say: fn(&mut dyn Write, &str)) {
     std::panic::set_hook(Box::new(move |panic| {
         let text = panic.payload().downcast_ref::<String>().map(String::as_str);
@@ -41,30 +40,29 @@ pub(crate) fn exit_with_message_on_panic(say: fn(&mut dyn Write, &str)) {
     }));
 }
 
-/// The number of multiprocessors of the first GPU that this process sees, found without a context.
 pub(super) fn multiprocessors_without_context() -> Result<u32, String> {
     let count = CudaContext::device_count().and_then(|_| raw::multiprocessors(0));
     count.map(number).map_err(failed("finding the GPU"))
 }
 
-/// Opens a context on the first GPU that this process sees, which makes this process an MPS client.
+/// Opens a context on the first GPU that this process sees. The context makes this process an MPS client.
 pub(super) fn open() -> Result<Arc<CudaContext>, String> {
     CudaContext::new(0).map_err(failed("opening a CUDA context"))
 }
 
-/// The number of multiprocessors that this process may use.
+/// The number of multiprocessors that this process may use within its limits.
 pub(super) fn multiprocessors(context: &CudaContext) -> Result<u32, String> {
     let count = context.attribute(CUdevice_attribute::CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT);
     count.map(number).map_err(failed("counting the multiprocessors"))
 }
 
-/// The free memory for this process, and the total memory that it sees, in MiB.
+/// The free memory and the total memory that this process sees, in MiB.
 pub(super) fn memory(context: &CudaContext) -> Result<(u64, u64), String> {
     let (free, total) = context.mem_get_info().map_err(failed("asking for the free memory"))?;
     Ok(((free / MIB) as u64, (total / MIB) as u64))
 }
 
-/// Allocates memory until an allocation fails or `most_mib` is reached, frees it, and returns the amount in MiB.
+/// Allocates memory until an allocation fails or `most_mib` is reached. Frees the memory, and returns its amount in MiB.
 pub(super) fn allocate_up_to(context: &Arc<CudaContext>, most_mib: u64) -> Result<u64, String> {
     let failed = failed("allocating memory");
     let most = usize::try_from(most_mib).unwrap_or(usize::MAX);
@@ -81,7 +79,7 @@ pub(super) fn allocate_up_to(context: &Arc<CudaContext>, most_mib: u64) -> Resul
         }
     }
     drop(blocks);
-    // `check_err` returns an error that was recorded while the memory was freed.
+    // If freeing a block fails, the context records the error, and `check_err` returns the error.
     context.check_err().map_err(failed)?;
     Ok(got as u64)
 }

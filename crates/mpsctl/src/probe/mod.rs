@@ -1,4 +1,4 @@
-//! `yunion-mpsctl probe`: compares the limits of a slice with the SMs and the memory of a CUDA client.
+//! `yunion-mpsctl probe`: compares the limits of a slice with the multiprocessors (SMs) and the memory that a CUDA client gets.
 
 use std::io::{self, Write};
 
@@ -17,11 +17,11 @@ pub(crate) mod client;
 mod cuda;
 mod raw;
 
-/// The tolerated difference in multiprocessors, since GPUs assign multiprocessors in pairs.
+/// GPUs assign multiprocessors in pairs, so a difference of one pair is no mismatch.
 const SMS_TOLERANCE: u32 = 2;
 
-/// The most memory of a context that counts against the limit, in MiB: a fixed part, and a part for each multiprocessor. A
-/// context on an H200 needs 28 MiB, and 3.7 MiB for each multiprocessor.
+/// The most memory of a CUDA context, in MiB, which counts against the limit: a fixed part, and a part for each multiprocessor.
+/// A context on an H200 needs 28 MiB, and 3.7 MiB for each multiprocessor.
 const CONTEXT_MIB: u64 = 128;
 const CONTEXT_MIB_PER_SM: u64 = 6;
 
@@ -45,7 +45,7 @@ pub(crate) async fn probe(
     for device in chosen {
         let others = clients.iter().filter(|other| device.device_path.as_ref() == Some(&other.gpu)).count();
         let mut report = ProbeReport::new(device, &devices, others);
-        // If no slice was named, an unhealthy slice is not probed. A named slice is always probed.
+        // An unhealthy slice is probed only if the user has named the slice.
         if name.is_none() && !device.healthy {
             let health = health::describe(device);
             let advice = if device.drained { "" } else { "; name the slice to probe it nevertheless" };
@@ -65,8 +65,7 @@ pub(crate) async fn probe(
     Ok(if reports.iter().all(ProbeReport::matches) { 0 } else { FAILED })
 }
 
-/// The first slice of each size on each GPU that is not drained. If all slices of a size are drained, the first drained slice of
-/// this size is taken.
+/// Chooses one slice of each size on each GPU: the first slice that is not drained, or the first slice if all are drained.
 fn first_slices<'d>(devices: impl IntoIterator<Item = &'d Listed<Device>>) -> Vec<&'d Listed<Device>> {
     let mut first: Vec<&Listed<Device>> = Vec::new();
     for device in devices {
@@ -97,9 +96,8 @@ async fn named<'a>(
     device.ok_or_else(|| Error::Failed(format!("slice {slice} no longer exists")))
 }
 
-/// Refuses to probe a slice if the probe would have to wait. A control daemon without multi-user mode serves one user until the
-/// last client of that user has ended. A client of another user waits until the last client of the first user has ended, which
-/// can take weeks.
+/// Fails if the probe would have to wait for clients of another user. A control daemon without multi-user mode serves one user
+/// until the last client of that user has ended, which can take weeks.
 async fn refuse_to_queue(daemon: &DaemonProxy, device: &Device) -> Result<()> {
     let daemons = daemon.control_daemons().await?;
     let serves = |daemon: &&Listed<ControlDaemon>| {
@@ -122,7 +120,6 @@ async fn refuse_to_queue(daemon: &DaemonProxy, device: &Device) -> Result<()> {
     )))
 }
 
-/// The limits of a slice or of a control daemon.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 struct ProbeLimits {
     thread_percentage: u32,
@@ -138,7 +135,8 @@ impl ProbeLimits {
         }
     }
 
-    /// The percentage of `all` multiprocessors, in whole pairs.
+    /// The number of multiprocessors for the thread percentage, in whole pairs. `all` is the number of multiprocessors of the
+    /// GPU.
     fn sms(self, all: u32) -> u32 {
         (all * self.thread_percentage / 100 / 2 * 2).max(2)
     }
@@ -151,11 +149,11 @@ struct ProbeReport<'a> {
     control_daemon: ProbeLimits,
     clients: usize,
     all_sms: Option<u32>,
-    /// The facts that two clients have seen: one with the limits of the slice, and one without limits of its own.
-    /// None if the measurement has failed.
+    /// The results of two clients: the first client has the limits of the slice, and the second client has no limits of its
+    /// own. None if a measurement has failed.
     found: Option<[ContextFacts; 2]>,
     mismatches: Vec<String>,
-    /// The reason why the result of the probe is incomplete.
+    /// The reason why the probe is incomplete.
     error: Option<String>,
 }
 
@@ -190,8 +188,8 @@ impl<'a> ProbeReport<'a> {
         let allocate = enforced && (self.clients == 0 || beside_clients);
         let look = |limits: ProbeLimits| CudaRequest::Look { allocate: limits.memory.filter(|_| allocate) };
         let as_slice = ask(&environment, look(self.slice)).await?;
-        // A client's environment can only lower the limits of the control daemon. So only a client without limits in its
-        // environment shows that the limits of the control daemon are too high.
+        // The environment of a client can lower the limits of the control daemon, but can't raise them. So only a client
+        // without limits shows if the limits of the control daemon are too high.
         let without_limits = ask(&without_limits(&environment), look(self.control_daemon)).await?;
         self.found = Some([as_slice, without_limits]);
         if enforced {
@@ -267,7 +265,7 @@ impl<'a> ProbeReport<'a> {
     }
 }
 
-/// The differences between the limits and what a client got, on a GPU with `all` multiprocessors.
+/// Compares the limits with the resources that a client got on a GPU with `all` multiprocessors, and describes each difference.
 fn differences(who: &str, limits: ProbeLimits, seen: ContextFacts, all: u32) -> Vec<String> {
     let mut differences = Vec::new();
     let (sms, percentage) = (limits.sms(all), limits.thread_percentage);
@@ -275,12 +273,12 @@ fn differences(who: &str, limits: ProbeLimits, seen: ContextFacts, all: u32) -> 
         let found = seen.sms;
         differences.push(format!("{who} has {found} SMs instead of {sms} ({percentage} % of {all})"));
     }
-    // A limit above the memory of the GPU limits nothing, so it is not compared.
+    // A limit above the memory of the GPU has no effect, so there is nothing to compare.
     let Some(limit) = limits.memory.filter(|limit| *limit < seen.memory_total) else { return differences };
     let context = CONTEXT_MIB + CONTEXT_MIB_PER_SM * u64::from(seen.sms);
     let least = limit.saturating_sub(context);
-    // The memory of the context counts against the limit, so a client can never allocate as much memory as the limit says. If a
-    // client could allocate that much memory, the limit is not in force.
+    // The memory of the context counts against the limit. So a client that can allocate as much memory as the limit is not
+    // limited by it.
     if seen.memory_free >= limit || seen.allocated.is_some_and(|allocated| allocated >= limit) {
         let free = seen.memory_free;
         differences.push(format!(
@@ -317,7 +315,7 @@ mod tests {
     fn what_was_measured_is_what_is_promised() {
         assert_eq!(differences("it", QUARTER, MEASURED, 132), [""; 0]);
         assert_eq!(differences("it", QUARTER, ContextFacts { allocated: None, ..MEASURED }, 132), [""; 0]);
-        // A slice that is the whole GPU has a limit from NVML's memory size, which is a little larger than CUDA's.
+        // The limit of a slice that is the whole GPU comes from NVML, which reports a little more memory than CUDA.
         let whole = ProbeLimits { thread_percentage: 100, memory: Some(143_771) };
         let seen = ContextFacts { sms: 132, memory_free: 142_629, allocated: Some(142_629), ..MEASURED };
         assert_eq!(differences("it", whole, seen, 132), [""; 0]);

@@ -1,6 +1,6 @@
-//! Calls of the driver for which the Rust binding of CUDA has no safe form: allocating memory with cuMemAlloc, and asking about a
-//! GPU without a context. The safe allocations of the Rust binding come from a memory pool, which allocates large pieces and so
-//! hides the exact memory limit. Only this module contains unsafe code.
+//! Calls of the CUDA driver that need unsafe code: `cuMemAlloc`, and reading an attribute of a GPU without a context. The safe
+//! allocations of the Rust binding come from a memory pool. The pool allocates large pieces, and so hides the exact memory
+//! limit.
 #![expect(
     unsafe_code,
     reason = "the binding has no safe form of these calls; each block says why it is sound"
@@ -11,7 +11,7 @@ use std::sync::Arc;
 use cudarc::driver::sys::{CUdevice_attribute, CUdeviceptr};
 use cudarc::driver::{CudaContext, DriverError, result};
 
-/// A block of memory of a GPU. The content of the block is never read.
+/// A block of GPU memory, whose content is never read.
 #[derive(Debug)]
 pub(super) struct Block {
     context: Arc<CudaContext>,
@@ -21,7 +21,7 @@ pub(super) struct Block {
 impl Block {
     pub(super) fn new(context: &Arc<CudaContext>, size: usize) -> Result<Self, DriverError> {
         context.bind_to_thread()?;
-        // SAFETY: a context is bound to this thread. The memory is never read.
+        // SAFETY: a context is bound to this thread. The new memory is never read.
         let address = unsafe { result::malloc_sync(size) }?;
         Ok(Self { context: Arc::clone(context), address })
     }
@@ -31,17 +31,16 @@ impl Drop for Block {
     fn drop(&mut self) {
         let free = || {
             self.context.bind_to_thread()?;
-            // SAFETY: the address belongs to this block, only this code frees it, and its context is alive and bound.
+            // SAFETY: only this block frees the address, and the context of the address is alive and bound to this thread.
             unsafe { result::free_sync(self.address) }
         };
         self.context.record_err(free());
     }
 }
 
-/// The number of multiprocessors of the GPU with this ordinal.
 pub(super) fn multiprocessors(ordinal: i32) -> Result<i32, DriverError> {
     let device = result::device::get(ordinal)?;
     let attribute = CUdevice_attribute::CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT;
-    // SAFETY: the driver returned the device in the line above.
+    // SAFETY: the driver has returned `device` above, so the device exists.
     unsafe { result::device::get_attribute(device, attribute) }
 }

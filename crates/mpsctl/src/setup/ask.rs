@@ -4,17 +4,16 @@ use std::io::{self, BufRead, IsTerminal, Write};
 
 use crate::{Error, Result};
 
-/// The largest number that is accepted as an answer, as for `--slices`.
+/// The largest number of slices that setup accepts, in an answer and in `--slices`.
 pub(super) const MOST: u32 = 999;
 
-/// Asks an administrator the questions of setup.
 pub(super) struct Questions {
-    /// The input with the answers. None if no question is asked and every answer is the default.
+    /// None with `--yes`: no question is asked, and each answer is the default.
     answers: Option<Box<dyn BufRead>>,
 }
 
 impl Questions {
-    /// Fails if a question has to be asked, and there is no terminal.
+    /// Fails if questions have to be asked and standard input is no terminal.
     pub(super) fn new(yes: bool) -> Result<Self> {
         if yes {
             return Ok(Self { answers: None });
@@ -27,7 +26,6 @@ impl Questions {
         Ok(Self { answers: Some(Box::new(io::stdin().lock())) })
     }
 
-    /// Asks for a number from 0 to [`MOST`].
     pub(super) fn number(&mut self, question: &str, default: u32, out: &mut dyn Write) -> Result<u32> {
         let read = |answer: &str| answer.parse().ok().filter(|number| *number <= MOST);
         let help = format!("a whole number from 0 to {MOST}");

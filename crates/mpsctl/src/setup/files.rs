@@ -1,4 +1,4 @@
-//! The text of the configuration files that setup writes.
+//! The texts of the configuration files that setup writes.
 
 use std::num::NonZeroU64;
 use std::path::{Path, PathBuf};
@@ -11,28 +11,26 @@ use common::text::printable;
 
 const DEVICE_FILE: &str = "/etc/yunion/host_container_device.yml";
 
-/// The answers to all questions of `setup`.
 pub(super) struct Answers {
-    /// True if the host belongs to the platform, whose host agent reads the files too.
+    /// True if the host belongs to a Cloudpods platform, whose host agent reads the same files.
     pub(super) platform: bool,
-    /// True if CUDA programs on the host should find the control daemon without any settings.
+    /// True if CUDA programs on the host should find the control daemon without any setting.
     by_itself: bool,
-    /// True if each slice has its own control daemon.
     isolates_slices: bool,
-    /// The number of slices of every GPU, including GPUs that are added later. None if GPUs differ in the number.
+    /// The number of slices of every GPU, also of a GPU that is added later. None if each GPU needs an entry in the device
+    /// file.
     of_every: Option<u32>,
-    /// The entries of the GPUs that should have slices: each GPU, its number of slices, and the memory of each slice in MiB if the
-    /// service can't divide the memory of the GPU.
+    /// The GPUs that get slices: the GPU, the number of its slices, and the memory of each slice in MiB. The memory is None if
+    /// the service divides the memory of the GPU itself.
     gpus: Vec<(Gpu, u32, Option<NonZeroU64>)>,
 }
 
 impl Answers {
-    /// Makes the answers of `setup` from the choices for this host. `slices` has the number of slices for each group of GPUs; 0
-    /// leaves the group out.
+    /// `slices` has the number of slices for each group of GPUs. A group with 0 gets no slices.
     ///
-    /// Without a device file it does not matter if the kernel numbers the render nodes differently after the next boot, and a new
-    /// GPU is served at once. Without a device file, the platform knows none of the GPUs, since the platform reads its GPUs from
-    /// the device file.
+    /// Without a device file, the service serves a new GPU at once, and new numbers of render nodes after a boot cause no
+    /// problem. So setup writes a device file only if it must. The platform reads its GPUs from the device file, so a host of
+    /// the platform needs the file.
     pub(super) fn new(found: &HostGpus, slices: &[u32], platform: bool, by_itself: bool) -> Self {
         let mut gpus = Vec::new();
         for (group, slices) in found.groups.iter().zip(slices).filter(|(_, slices)| **slices > 0) {
@@ -46,24 +44,22 @@ impl Answers {
         Self { platform, by_itself, isolates_slices: false, of_every, gpus }
     }
 
-    /// The same answers with this choice for `isolates_slices`.
     pub(super) fn isolating_slices(self, isolates_slices: bool) -> Self {
         Self { isolates_slices, ..self }
     }
 }
 
-/// A file of the configuration that setup writes.
 pub(super) struct File {
     pub(super) path: PathBuf,
-    /// The whole file.
     pub(super) text: String,
-    /// The lines of the file without its comments.
+    /// The text of the file without its comments.
     pub(super) lines: String,
-    /// The words in front of the file's name if the file exists already: they say what to do with the lines.
+    /// The instruction for an administrator if the file exists already, such as `Set these keys in`. The path of the file
+    /// follows.
     pub(super) change: &'static str,
 }
 
-/// Makes the new configuration files, in the order in which they have to be written. `loaded` is the present configuration.
+/// The new configuration files, in the order in which they have to be written. `loaded` is the present configuration.
 pub(super) fn compose(answers: &Answers, loaded: &Loaded) -> Vec<File> {
     let settings = &loaded.settings;
     let (mut files, mut keys) = (Vec::new(), Vec::new());
@@ -117,7 +113,7 @@ fn device_file(path: &Path, gpus: &[(Gpu, u32, Option<NonZeroU64>)]) -> File {
         lines.push_str(&format!("# {}, {}, {}\n", address.short(), printable(&gpu.model()), printable(uuid)));
         let path = match &gpu.pci.render_node {
             Some(node) => node.display().to_string(),
-            // The address is quoted, since some YAML parsers read digits with colons as a number.
+            // The address is in quotes, since some YAML parsers read digits with colons as a number.
             None => format!("\"{address}\""),
         };
         lines.push_str(&format!("- path: {path}\n  type: NVIDIA_MPS\n  virtual_number: {slices}\n"));

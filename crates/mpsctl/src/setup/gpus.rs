@@ -1,4 +1,4 @@
-//! The GPUs of this host, and the share of a slice.
+//! The GPUs of this host, and the share of a GPU that each slice gets.
 
 use std::num::{NonZeroU32, NonZeroU64};
 use std::path::Path;
@@ -9,33 +9,31 @@ use common::host::inventory::Inventory;
 use common::plan::{self, GpuPlan, Plan, memory_for_slices};
 use common::problem::Origin;
 
-/// The memory in MiB that is enough for most programs. Setup proposes a number of slices that gives each slice about this much
-/// memory.
+/// The memory in MiB that is enough for most programs. Setup proposes a number of slices with about this much memory for each
+/// slice.
 const PROPOSED_MIB: u64 = 8192;
 
-/// The fewest and the most slices of a GPU that setup proposes.
+/// The fewest and the most slices that setup proposes for a GPU.
 const PROPOSED_SLICES: (u64, u64) = (2, 10);
 
-/// The GPUs of this host.
 pub(super) struct HostGpus {
     inventory: Inventory,
-    /// The GPUs that can be served, by model.
+    /// The GPUs that can be served, grouped by model and memory.
     pub(super) groups: Vec<ModelGroup>,
-    /// The GPUs that can't be served in their present state, each with the reason.
+    /// The GPUs that can't be served now, each with the reason.
     left_out: Vec<(Gpu, String)>,
 }
 
-/// GPUs of one model, in the order of their addresses.
 pub(super) struct ModelGroup {
     pub(super) gpus: Vec<Gpu>,
     model: String,
-    /// The memory that all slices of one of the GPUs can have together.
+    /// The memory that all slices of one GPU can have together. None if the service can't find out the memory.
     memory_mib: Option<u64>,
 }
 
 impl HostGpus {
     pub(super) fn new(inventory: Inventory) -> Self {
-        // The number of slices does not decide if a GPU can be served, so this plan has one slice for each GPU.
+        // This plan only shows which GPUs can be served, and the number of slices does not matter. So each GPU has one slice.
         let plan = plan(&inventory, NonZeroU32::MIN, Topology::Shared);
         let planned = |gpu: &Gpu| planned(plan.as_ref()?, gpu);
         let mut groups: Vec<ModelGroup> = Vec::new();
@@ -62,13 +60,12 @@ impl HostGpus {
         Self { inventory, groups, left_out }
     }
 
-    /// True if the service would also try to serve a GPU that setup has left out, in case the configuration has no entries for
-    /// single GPUs.
+    /// True if the service would try to serve a GPU in `left_out` when the configuration has no entries for single GPUs.
     pub(super) fn would_serve_more(&self) -> bool {
         self.left_out.iter().any(|(gpu, _)| gpu.pci.foreign_driver().is_none())
     }
 
-    /// True if each slice can have its own control daemon.
+    /// True if every GPU in `groups` can have a control daemon for each slice.
     pub(super) fn can_isolate_slices(&self) -> bool {
         let plan = plan(&self.inventory, NonZeroU32::MIN, Topology::PerSlice);
         let can = |gpu: &Gpu| planned(plan.as_ref()?, gpu).map(GpuPlan::servable);
@@ -96,14 +93,13 @@ impl HostGpus {
         lines
     }
 
-    /// Describes the share of a GPU that each of this many slices has.
     pub(super) fn describe_share(&self, group: &ModelGroup, slices: u32) -> String {
         let (share, model) = (self.share(group, slices), group.describe_model());
         format!("With {slices} slices of the {model}, each has {share}.")
     }
 
-    /// Describes the share of a GPU that every program on the host has, if programs use a slice without any settings and have the
-    /// limits of this slice. None if a program has the whole GPU.
+    /// A sentence about the share of a CUDA program that uses a slice without any setting. None if the program has the whole
+    /// GPU.
     pub(super) fn describe_program(&self, group: &ModelGroup, slices: u32) -> Option<String> {
         let plan = plan(&self.inventory, NonZeroU32::new(slices)?, Topology::Shared)?;
         if slices == 1 || !planned(&plan, group.gpus.first()?)?.limits_enforced {
@@ -116,13 +112,12 @@ impl HostGpus {
         ))
     }
 
-    /// The memory in MiB that the device file must give each of this number of slices of a GPU. None if the service divides the
-    /// memory of the GPU itself.
+    /// The memory in MiB that the device file must state for each slice. None if the service divides the memory of the GPU
+    /// itself.
     pub(super) fn written_memory(&self, gpu: &Gpu, slices: u32) -> Option<NonZeroU64> {
         written_memory(&self.inventory, gpu, slices)
     }
 
-    /// The share of one of this number of slices, from the service's own plan.
     fn share(&self, group: &ModelGroup, slices: u32) -> String {
         let share = || {
             let plan = plan(&self.inventory, NonZeroU32::new(slices)?, Topology::Shared)?;
@@ -138,8 +133,8 @@ impl HostGpus {
 }
 
 impl ModelGroup {
-    /// The number of slices that setup proposes for the memory of the GPUs. If the memory is not known, this is the default of
-    /// `cuda_mps_replicas`.
+    /// The number of slices that setup proposes for each GPU. If the memory of the GPUs is unknown, the result is the default
+    /// of `cuda_mps_replicas`.
     pub(super) fn proposed(&self) -> u32 {
         let (least, most) = PROPOSED_SLICES;
         let default = Settings::default().replicas.get();
@@ -162,7 +157,7 @@ impl ModelGroup {
     }
 }
 
-/// Returns true if the GPU shares the memory of the host. NVML answers for such a GPU, but reports no memory.
+/// True if the GPU uses the memory of the host. NVML answers for this kind of GPU, but reports no memory.
 fn shares_memory(gpu: &Gpu) -> bool {
     gpu.facts().is_some_and(|facts| facts.memory_total_mib.is_none())
 }
@@ -172,7 +167,7 @@ fn written_memory(inventory: &Inventory, gpu: &Gpu, slices: u32) -> Option<NonZe
     NonZeroU64::new(memory_for_slices(facts, inventory)?.checked_div(slices.into())?)
 }
 
-/// The service's own plan for this host if each GPU has this number of slices.
+/// The plan that the service would make for this host if each GPU had this number of slices.
 fn plan(inventory: &Inventory, slices: NonZeroU32, topology: Topology) -> Option<Plan> {
     let entry = |gpu: &Gpu| {
         let each =

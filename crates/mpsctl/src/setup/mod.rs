@@ -1,7 +1,7 @@
-//! `yunion-mpsctl setup`: writes the configuration with which the service serves the GPUs of a host.
+//! `yunion-mpsctl setup`: writes a configuration with which the service serves the GPUs of a host.
 //!
-//! The service's own plan computes the share of a slice, and the check of `yunion-mps-daemon --check` judges the written files.
-//! `setup` changes no file that exists already.
+//! The share of a slice comes from the service's own plan. Setup checks the written files in the same way as
+//! `yunion-mps-daemon --check`. Setup changes no file that exists already.
 
 mod ask;
 mod files;
@@ -28,10 +28,10 @@ use common::config::{self, Loaded, Sources};
 use common::host::inventory::Inventory;
 use common::text::printable;
 
-/// The exit status if setup would have to change files that exist already.
+/// The exit status if setup writes nothing, since existing files would have to change.
 const THERE_ALREADY: u8 = 4;
 
-/// The longest time for which setup waits until the service runs.
+/// A service that does not answer within this time counts as not running.
 const SIGN_OF_LIFE: Duration = Duration::from_secs(2);
 
 #[derive(Debug, Args)]
@@ -53,7 +53,6 @@ pub(super) struct Arguments {
     sysroot: PathBuf,
 }
 
-/// Runs the command `setup`, and returns its exit status.
 pub(super) async fn setup(arguments: &Arguments, out: &mut dyn Write) -> Result<u8> {
     let root = Path::new("/");
     if arguments.sysroot == root && !arguments.dry_run && !rustix::process::geteuid().is_root() {
@@ -106,7 +105,6 @@ fn failed(words: &str) -> Error {
     Error::Failed(words.to_owned())
 }
 
-/// Looks at the GPUs, and prints them.
 fn find_gpus(sysroot: &Path, out: &mut dyn Write) -> Result<HostGpus> {
     let root = sysroot.to_owned();
     let inventory = check::ask_driver(sysroot, move |nvml| Inventory::read(&root, nvml))
@@ -152,8 +150,7 @@ fn ask(
     let asks = !platform && found.can_isolate_slices();
     let isolates = arguments.isolate_slices || asks && ask_isolation(questions, out)?;
     // A program without a slice connects to the control daemon in the pipe directory itself. If each slice has its own control
-    // daemon, no control daemon listens in the pipe directory itself, so setup does not ask if programs should use a slice
-    // automatically.
+    // daemon, no control daemon listens there. Then setup does not ask if programs should use a slice automatically.
     let by_itself = !platform && !isolates && ask_by_itself(&arguments.sysroot, questions, out)?;
     if by_itself {
         let each = found.groups.iter().zip(&slices);
@@ -164,7 +161,6 @@ fn ask(
     Ok(Answers::new(found, &slices, platform, by_itself).isolating_slices(isolates))
 }
 
-/// Asks if a fault should affect only its slice, and explains the disadvantage.
 fn ask_isolation(questions: &mut Questions, out: &mut dyn Write) -> Result<bool> {
     let said = "A program that fails on the GPU ends the programs of all slices of that GPU. With a control \
                 daemon for each slice, such a program ends only the programs of its own slice. But then the \
@@ -175,8 +171,8 @@ fn ask_isolation(questions: &mut Questions, out: &mut dyn Write) -> Result<bool>
     questions.no_or_yes("Should a fault stay in its slice?", out)
 }
 
-/// Asks if CUDA programs should find the control daemon without any settings. The default answer is no if programs in containers
-/// would find the control daemon too, since `doctor` warns about a control daemon that containers find.
+/// If NVIDIA's container toolkit is installed, programs in containers find the control daemon too, and `doctor` warns about
+/// this problem. The default answer is then no.
 fn ask_by_itself(sysroot: &Path, questions: &mut Questions, out: &mut dyn Write) -> Result<bool> {
     let question = "Should every CUDA program of this host use a slice automatically? Otherwise only \
                     programs that are started with a slice use one.";
@@ -189,7 +185,7 @@ fn ask_by_itself(sysroot: &Path, questions: &mut Questions, out: &mut dyn Write)
     questions.no_or_yes(question, out)
 }
 
-/// Prints the lines of each file instead of writing files, since some files exist already.
+/// Some files exist already, so setup prints the lines of all files instead of writing files.
 fn print_files(files: &[File], sources: &Sources, out: &mut dyn Write) -> Result<u8> {
     writeln!(
         out,
@@ -210,7 +206,6 @@ fn indented(text: &str) -> String {
     text.lines().map(line).collect()
 }
 
-/// Checks the configuration as `yunion-mps-daemon --check` does, and names the next command.
 async fn finish(sources: &Sources, platform: bool, out: &mut dyn Write) -> Result<u8> {
     let checked = check::check(sources);
     say(&checked, out)?;

@@ -1,4 +1,4 @@
-//! Writes new files: all or none of them, and each as a whole.
+//! Writes new files: all of them or none, and no file partly.
 
 use std::fs::{self, DirBuilder};
 use std::io;
@@ -11,14 +11,14 @@ use common::whole_file;
 
 /// True if the path exists, even as a link without a target.
 pub(super) fn is_taken(sysroot: &Path, file: &Path) -> bool {
-    // A path that can't be read counts as taken: a file there must not be replaced.
+    // A path that can't be examined counts as taken, since setup must not replace an existing file.
     below(sysroot, file)
         .symlink_metadata()
         .map_or_else(|error| error.kind() != io::ErrorKind::NotFound, |_| true)
 }
 
-/// Writes the files in this order. If a file can't be written, the files that were already written are removed. The error names
-/// the file that can't be written.
+/// Writes the files in this order. If a file can't be written, the files before it are removed again, and the error names the
+/// file.
 pub(super) fn all(sysroot: &Path, files: &[File]) -> Result<(), String> {
     let mut placed: Vec<PathBuf> = Vec::new();
     for file in files {

@@ -46,13 +46,12 @@ pub(crate) async fn clients(daemon: &DaemonProxy, wide: bool, json: bool, out: &
     Ok(())
 }
 
-/// Explains an empty list of clients. Not every state of the service explains an empty list: a degraded service may serve most of
-/// its GPUs.
+/// Explains an empty list of clients by the state of the service, if the state can be the reason.
 fn why_none(service: &Service) -> String {
     match service.state.known() {
         Some(State::Ready) => "No clients: no process uses a GPU that is served.".to_owned(),
-        // In the state `degraded`, another control daemon than the service's own may serve a GPU, and the service does not know
-        // the clients of a foreign control daemon. So the reason of the state is shown.
+        // The control daemon of another program may serve a GPU of a degraded service, and the service does not know the
+        // clients of that control daemon. So the text contains the reason of the state.
         Some(State::Degraded) => format!(
             "No clients of this service: no process uses a GPU that it serves. Note that {state}",
             state = describe_state(service)

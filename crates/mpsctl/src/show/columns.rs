@@ -1,5 +1,4 @@
-//! The columns of all tables of slices, GPUs, control daemons and clients. A new column needs only one more value in the list of
-//! its table's columns.
+//! The columns of all tables of slices, GPUs, control daemons and clients.
 
 use std::cmp::Ordering;
 
@@ -10,18 +9,16 @@ use common::bus::rows::{Client, ControlDaemon, Device, Gpu};
 use common::text::printable;
 use mps_core::register::SHORT_ID;
 
-/// The number of digits of a container's id.
+/// The number of hexadecimal digits of a container's id.
 const ID: usize = 64;
 
-/// The number of characters between the brackets of a bar.
 const BAR: i32 = 10;
 
-/// A column of a table with rows of the type `R`.
 pub(crate) struct Column<R> {
     pub(crate) head: Head,
     pub(crate) text: fn(&R) -> String,
     pub(crate) tone: fn(&R) -> Option<Tone>,
-    /// The order of rows when `top` sorts by this column.
+    /// The order of the rows when `top` sorts by this column.
     pub(crate) order: fn(&R, &R) -> Ordering,
     /// True if only `-o wide` shows the column.
     is_wide: bool,
@@ -58,7 +55,6 @@ impl<R> Column<R> {
     }
 }
 
-/// Makes the table of these rows. `-o wide` adds columns.
 pub(crate) fn table_of<'r, R: 'r>(
     columns: &[Column<R>],
     rows: impl IntoIterator<Item = &'r R>,
@@ -77,8 +73,8 @@ type OfGpu = Column<Gpu>;
 type OfDaemon = Column<ControlDaemon>;
 type OfClient = Column<Client>;
 
-// The columns that several tables have. The column SLICE has no order of its own: the service lists the slices in the order of
-// the configuration.
+// The following columns are in several tables. Sorting by SLICE changes nothing, since the service lists the slices in the
+// order of the configuration.
 const SLICE: Column<Device> = OfSlice::new("SLICE", |one| one.addr.shown());
 const SHARE: Column<Device> = OfSlice::new("SHARE", |one| with_unit(Some(one.mps_thread_percentage), "%"))
     .number()
@@ -93,7 +89,7 @@ const COMMAND: Column<Client> =
 const MEMORY: Column<Client> = OfClient::new("MEMORY", |one| with_unit(one.memory_mib, "MiB"))
     .number()
     .order(|a, b| b.memory_mib.cmp(&a.memory_mib));
-/// The column with the age of clients. The oldest client comes first, and clients of unknown age last.
+/// The oldest client comes first, and clients of unknown age come last.
 const AGE: Column<Client> =
     OfClient::new("AGE", |one| one.since.map(|since| time::age(time::from_seconds(since))).shown())
         .expendable(2)
@@ -167,8 +163,8 @@ pub(crate) const PLATFORM_GPUS: &[Column<Gpu>] = &[
     OfGpu::new("Health", |one| for_the_platform(one.healthy, &one.reason)),
 ];
 
-/// The columns of the control daemons in `status`. Before these columns are printed, `status` replaces the ids of the control
-/// daemons by names for people.
+/// The columns of the control daemons in `status`. The id of a control daemon can be a GPU's UUID, and `status` first replaces
+/// the UUID by the GPU's address.
 pub(crate) const CONTROL_DAEMONS: &[Column<ControlDaemon>] = &[
     OfDaemon::new("CONTROL DAEMON", |one| one.id.shown()),
     OfDaemon::new("STATE", |one| one.state.shown()).toned(tone_of_daemon),
@@ -186,8 +182,7 @@ pub(crate) const CONTROL_DAEMONS: &[Column<ControlDaemon>] = &[
     OfDaemon::new("SERVER", |one| one.servers.shown()).number(),
 ];
 
-/// The columns of `clients`. Before these columns are printed, `clients` replaces the UUIDs of the clients' GPUs by the GPUs'
-/// addresses.
+/// The columns of `clients`, which first replaces the UUID of each GPU by the GPU's address.
 pub(crate) const CLIENTS: &[Column<Client>] = &[
     PID,
     USER,
@@ -212,7 +207,7 @@ pub(crate) const CLIENTS: &[Column<Client>] = &[
 pub(crate) const WAITED_FOR: &[Column<Client>] =
     &[PID, USER, OfClient::new("SLICE", slice_or_not_known), GUEST, CONTAINER, COMMAND];
 
-/// The columns of the slices in `top`. The last column has a longer text, and gets the remaining width.
+/// The columns of the slices in `top`. The last column gets the remaining width of the screen.
 pub(crate) const TOP_SLICES: &[Column<Device>] = &[
     SLICE,
     OfSlice::new("GPU", gpu_of_slice).expendable(3).order(|a, b| a.nvidia_index.cmp(&b.nvidia_index)),
@@ -222,12 +217,12 @@ pub(crate) const TOP_SLICES: &[Column<Device>] = &[
         .order(|a, b| b.memory_used.cmp(&a.memory_used)),
     OfSlice::new("IN USE", bar)
         .expendable(2)
-        // The bar is red if the slice is over its budget.
+        // The bar is red if the slice exceeds its budget.
         .toned(|one| one.overuse.as_ref().filter(|overuse| !overuse.is_empty()).map(|_| Tone::Bad))
         .order(|a, b| in_use(b).total_cmp(&in_use(a))),
     SHARE,
-    // The column STATE has only the word for the state, and sorts the worst state first. The reason of the state is about the
-    // whole GPU, and is shown above the table while the slice is selected.
+    // STATE shows only a word and sorts the worst state first. While a slice is selected, the reason of the state is shown
+    // above the tables.
     OfSlice::new("STATE", health)
         .toned(|one| Some(Health::of_slice(one).tone()))
         .order(|a, b| Health::of_slice(b).cmp(&Health::of_slice(a))),
@@ -247,7 +242,7 @@ pub(crate) const TOP_CLIENTS: &[Column<Client>] = &[
     COMMAND,
 ];
 
-/// The colour of a client that is not served.
+/// None for a client that is served.
 fn tone_of_client(client: &Client) -> Option<Tone> {
     match client {
         Client { bypass: true, .. } => Some(Tone::Bad),
@@ -277,13 +272,13 @@ fn clients_of_slice(slice: &Device) -> String {
     }
 }
 
-/// The number and the model of a slice's GPU: `0 Tesla P40`.
+/// The index and the model of a slice's GPU: `0 Tesla P40`.
 fn gpu_of_slice(slice: &Device) -> String {
     let index = slice.nvidia_index.map(|index| index.shown());
     index.into_iter().chain(slice.model.as_ref().map(Shown::shown)).collect::<Vec<_>>().join(" ")
 }
 
-/// The fraction of the memory limit that is in use; negative if the use or the limit is not known.
+/// The fraction of the memory limit that is in use. Negative if the use or the limit is unknown.
 fn in_use(slice: &Device) -> f64 {
     match (slice.memory_used, slice.mps_memory_limit) {
         (Some(used), Some(limit)) if limit > 0 => f64::from(used) / f64::from(limit),
@@ -303,14 +298,14 @@ fn bar(slice: &Device) -> String {
     format!("[{}]", bar.collect::<String>())
 }
 
-/// Describes the slices of a GPU: their number, and the limits of each.
+/// The number of slices of a GPU, and the limits of each slice: `4 of 5760 MiB, 25 %`.
 fn each(gpu: &Gpu) -> String {
     let memory = gpu.mps_memory_limit.map(|mib| format!("{mib} MiB, ")).unwrap_or_default();
     let of = if gpu.equal_slices { "of" } else { "of up to" };
     format!("{} {of} {memory}{} %", gpu.virtual_num, gpu.mps_thread_percentage)
 }
 
-/// The limits that the control daemon and its server have confirmed.
+/// The limits that the control daemon and its server have confirmed: `5760 MiB, 25 %`.
 fn confirmed(gpu: &Gpu) -> String {
     let memory = gpu.confirmed_memory_limit.map(|mib| format!("{mib} MiB"));
     let threads = gpu.confirmed_thread_percentage.map(|percentage| format!("{percentage} %"));
@@ -318,8 +313,8 @@ fn confirmed(gpu: &Gpu) -> String {
     if known.is_empty() { "-".to_owned() } else { known.join(", ") }
 }
 
-/// The CPUs on which a control daemon may run, and if they differ, the CPUs to which it should be bound. Empty if the
-/// control daemon is not bound, as usual: an empty column is not shown.
+/// The CPUs on which a control daemon may run, and the CPUs to which it should be bound if they differ. Empty if the control
+/// daemon is not bound, so that the table hides the column.
 fn cpus(daemon: &ControlDaemon) -> String {
     match (daemon.cpus.as_deref(), daemon.wanted_cpus.as_deref()) {
         (None, _) | (Some("all"), None) => String::new(),
@@ -360,7 +355,7 @@ pub(crate) fn short_id(client: &Client) -> Option<String> {
     client.container_id.as_ref().map(|id| id.shown().chars().take(SHORT_ID).collect())
 }
 
-/// The names of bindings, with shortened ids of containers.
+/// Shortens the ids of containers in a list of names of bindings.
 fn short_ids(names: &str) -> String {
     let is_id = |name: &str| name.len() == ID && name.bytes().all(|byte| byte.is_ascii_hexdigit());
     let short = |word: &str| {

@@ -36,9 +36,9 @@ pub(crate) enum EnvFormat {
 }
 
 impl EnvFormat {
-    /// The line that `env` prints instead of the settings if it fails. `docker run $(yunion-mpsctl env ...) IMAGE` ignores the
-    /// exit status of env, and without options the container would start without limits. So the line is an option, or the name of
-    /// a device, that every container engine refuses. None for a format in which an empty output is refused too.
+    /// The line that `env` prints instead of settings if `env` fails. `docker run $(yunion-mpsctl env ...) IMAGE` ignores the
+    /// exit status of `env`, and would start a container without limits. So the line is an option or a device name that every
+    /// container engine refuses. None for the formats whose readers refuse an empty output.
     pub(crate) fn refused_line(self) -> Option<&'static str> {
         match self {
             Self::Shell => Some("false"),
@@ -49,7 +49,7 @@ impl EnvFormat {
     }
 }
 
-/// The line to print for a wrong command line of env (its first word is the program's name).
+/// The line that `env` prints for a wrong command line. None if the command line is for another subcommand.
 pub(crate) fn refused_line_of_wrong_usage(arguments: &[OsString]) -> Option<&'static str> {
     let [_, subcommand, words @ ..] = arguments else { return None };
     if subcommand != "env" {
@@ -61,8 +61,8 @@ pub(crate) fn refused_line_of_wrong_usage(arguments: &[OsString]) -> Option<&'st
         Some(value) => value.strip_prefix('='),
         None => None,
     });
-    // A format that does not exist was most likely the name of another container engine, so `env` prints the line for Docker,
-    // which every container engine refuses.
+    // An unknown format is most likely the name of another container engine. So `env` prints the line for Docker, which every
+    // container engine refuses.
     let format =
         named.map_or(EnvFormat::Shell, |name| EnvFormat::from_str(name, false).unwrap_or(EnvFormat::Docker));
     format.refused_line()
@@ -75,7 +75,7 @@ pub(crate) async fn env(
     out: &mut dyn Write,
 ) -> Result<()> {
     let answer = take(daemon, &devices.wish()?).await?;
-    // The format `cdi` reports several slices as an error later.
+    // With the format `cdi`, several slices are an error below.
     if format != EnvFormat::Cdi {
         warn_of_several(&answer);
     }
@@ -95,8 +95,8 @@ pub(crate) async fn env(
             for device in nvidias_devices(&answer) {
                 writeln!(out, "--device={device}")?;
             }
-            // `NVIDIA_VISIBLE_DEVICES` is left out: NVIDIA's CDI device sets this variable itself, so that NVIDIA's hook does not
-            // add the GPU again.
+            // `NVIDIA_VISIBLE_DEVICES` is omitted. NVIDIA's CDI device sets this variable, so that NVIDIA's hook does not add
+            // the GPU a second time.
             write_options(&answer, |name| !gives_gpus(name), out)?;
         }
         EnvFormat::Compose => write!(out, "{}", compose_file(&answer)?)?,
@@ -111,7 +111,7 @@ pub(crate) async fn env(
     Ok(())
 }
 
-/// Writes the environment and the mounts as options that `docker run` and `podman run` have in common.
+/// Writes the environment and the mounts as options that `docker run` and `podman run` both accept.
 fn write_options(answer: &ContainerConfig, wanted: impl Fn(&str) -> bool, out: &mut dyn Write) -> Result<()> {
     for (name, value) in answer.environment.iter().filter(|(name, _)| wanted(name)) {
         writeln!(out, "--env={name}={value}")?;
@@ -122,13 +122,12 @@ fn write_options(answer: &ContainerConfig, wanted: impl Fn(&str) -> bool, out: &
     Ok(())
 }
 
-/// The GPUs as devices of NVIDIA's own CDI spec.
+/// The names of the GPUs in NVIDIA's own CDI spec.
 fn nvidias_devices(answer: &ContainerConfig) -> impl Iterator<Item = String> {
     answer.gpus.iter().map(|uuid| format!("nvidia.com/gpu={uuid}"))
 }
 
-/// The only slice among the devices of an answer, or an error if there are several. A CDI device is one slice with
-/// one set of limits.
+/// A CDI device is one slice with one set of limits, so several slices are an error.
 fn only_slice(devices: &str) -> Result<&str, String> {
     if devices.contains(',') {
         let devices = devices.replace(',', " and ");
@@ -146,8 +145,7 @@ fn only_slice(devices: &str) -> Result<&str, String> {
     Ok(devices)
 }
 
-/// A Compose file with one service that other services extend. Compose accepts a service without an image if other services
-/// extend it.
+/// A Compose file with one service, which other services extend. Compose then accepts that the service has no image.
 fn compose_file(answer: &ContainerConfig) -> Result<String> {
     let mut lines = vec![
         "services:".to_owned(),
@@ -168,14 +166,14 @@ fn compose_file(answer: &ContainerConfig) -> Result<String> {
     Ok(lines.join("\n") + "\n")
 }
 
-/// Writes a text as quoted YAML, since 00:06.0 would be read as a number. A dollar sign is doubled, since Compose
+/// Writes a text as quoted YAML, since YAML parsers may read 00:06.0 as a number. Dollar signs are doubled, since Compose
 /// expands variables.
 fn yaml(text: &str) -> Result<String> {
     Ok(escaped(&serde_json::to_string(&text.replace('$', "$$"))?))
 }
 
-/// Prints a warning to standard error that several slices of one GPU count as one: a caller that names several
-/// expects more.
+/// Several slices of one GPU give a program no more than one slice. A user who names several slices expects more, so this
+/// function prints a warning.
 pub(crate) fn warn_of_several(answer: &ContainerConfig) {
     for slices in slices_of_one_gpu::given_several(devices_in(&answer.environment)).values() {
         say(&format!("warning: {}", slices_of_one_gpu::describe(slices)));
@@ -187,8 +185,9 @@ fn document(answer: &ContainerConfig) -> Value {
     json!({"environment": environment, "mounts": answer.mounts, "gpus": answer.gpus})
 }
 
-/// The environment for a process on this host. The process sees each directory under its path on the host. All GPUs are visible
-/// to a process on the host, so `CUDA_VISIBLE_DEVICES` has to make the right GPU its device 0, to which the memory limit applies.
+/// The environment for a process on this host. The process has no mounts of a container, so each directory has its path on the
+/// host. The process can see all GPUs, and the memory limit applies to its device 0. So `CUDA_VISIBLE_DEVICES` makes the GPU of
+/// the slice device 0.
 pub(crate) fn host_environment(answer: &ContainerConfig) -> Vec<(String, String)> {
     let mut environment = answer.environment.clone();
     for (_, value) in &mut environment {
@@ -200,11 +199,8 @@ pub(crate) fn host_environment(answer: &ContainerConfig) -> Vec<(String, String)
     environment
 }
 
-/// Makes sure that a program that is started by this process finds its control daemon. A CUDA program that does not find its
-/// control daemon starts without MPS, or gets CUDA error 46.
-///
-/// # Errors
-/// This process sees other directories than the service.
+/// Fails if this process sees other directories than the service, and so does not see the control daemon's socket. A CUDA
+/// program that does not find its control daemon starts without MPS, or gets CUDA error 46.
 pub(crate) fn ensure_reachable(answer: &ContainerConfig) -> Result<()> {
     let environment = host_environment(answer);
     let directory = environment.iter().find(|(name, _)| name == PIPE_DIRECTORY_VARIABLE);
@@ -215,13 +211,12 @@ pub(crate) fn ensure_reachable(answer: &ContainerConfig) -> Result<()> {
              a /tmp of its own (PrivateTmp= of a unit, job_container/tmpfs of Slurm); set \
              cuda_mps_pipe_directory to a directory outside of /tmp, such as /run/yunion-mps/pipe"
         ))),
-        // A user who may not look into the pipe directory gets no error from this function: if a program can't reach its control
-        // daemon, CUDA reports the error.
+        // A user without permission for the pipe directory gets no error here, since CUDA itself reports that error.
         _ => Ok(()),
     }
 }
 
-/// A word that a POSIX shell expands to this text.
+/// The text as one word for a POSIX shell.
 pub(crate) fn quoted(text: &str) -> String {
     let plain = |c: char| c.is_ascii_alphanumeric() || "-_./:,=@%+".contains(c);
     if !text.is_empty() && text.chars().all(plain) {

@@ -11,23 +11,21 @@ pub(crate) enum ExpositionFormat {
     Prometheus,
 }
 
-/// The names and values of labels.
 pub(super) type Labels = Vec<(&'static str, String)>;
 
-/// The units that a metric's name may end in.
+/// The units in which the name of a metric may end.
 const UNITS: [&str; 3] = ["bytes", "ratio", "seconds"];
 
-/// A metric with all its samples.
 #[derive(Debug)]
 pub(super) struct Family {
-    /// The name of the metric, without the service's prefix. The name of a counter ends in `total`. All other metrics
-    /// are gauges; if one has a unit, its name ends in the unit.
+    /// The name of the metric without the prefix `yunion_mps_`. A metric whose name ends in `_total` is a counter, and every
+    /// other metric is a gauge. The name of a gauge with a unit ends in the unit.
     pub(super) name: &'static str,
     pub(super) help: &'static str,
     pub(super) samples: Vec<(Labels, f64)>,
 }
 
-/// Writes all metrics. A metric without a sample is left out.
+/// The text of all metrics. A metric without a sample is omitted.
 pub(super) fn exposition(families: &[Family], format: ExpositionFormat) -> String {
     let mut text = String::new();
     for family in families.iter().filter(|family| !family.samples.is_empty()) {
@@ -44,7 +42,8 @@ impl Family {
         let name = format!("yunion_mps_{}", self.name);
         let without_total = name.strip_suffix("_total");
         let kind = if without_total.is_some() { "counter" } else { "gauge" };
-        // The Prometheus format has one name for a metric and its samples. OpenMetrics names the metric without `_total`.
+        // In the Prometheus format, a counter and its samples have the same name. OpenMetrics describes a counter by the name
+        // without `_total`.
         let described = match format {
             ExpositionFormat::Openmetrics => without_total.unwrap_or(&name),
             ExpositionFormat::Prometheus => &name,
@@ -60,7 +59,6 @@ impl Family {
     }
 }
 
-/// The labels of a sample in the syntax of both formats.
 fn braces(labels: &Labels) -> String {
     let label = |(name, value): &(&str, String)| {
         let value = value.replace('\\', r"\\").replace('"', r#"\""#).replace('\n', r"\n");

@@ -1,19 +1,18 @@
-//! The last events in a few lines. Events that are alike share a line.
+//! The last events in a few lines. Similar events share a line.
 
 use crate::show::table::{Shown, Tone, cut, pairs};
 use crate::show::time;
 use common::bus::proxy::Listed;
 use common::bus::rows::Event;
 
-/// The most lines of events below the table.
+/// The most lines of events that are shown.
 const LINES: usize = 5;
 
-/// The width of the time of an event, with the blanks around it.
+/// The width of an event's time and of the blanks around the time.
 const TIME: usize = "  2026-11-21 12:34:56  ".len();
 
-/// Makes a heading and the lines of the last events, in the order of time. If the last fault is older than the shown events, the
-/// first line is the fault: users look at the events for the reason of an error, and many events follow a fault. None if there
-/// are no events.
+/// A heading and the lines of the last events, oldest first. If the last fault is older than these events, the first line shows
+/// the fault. Many events can follow a fault, and users need the fault as the reason of an error. None if there are no events.
 pub(super) fn last_events(events: &[Listed<Event>], width: Option<usize>) -> Option<String> {
     let mut shown = folded(events);
     let surplus = shown.len().saturating_sub(LINES);
@@ -38,7 +37,7 @@ pub(super) fn last_events(events: &[Listed<Event>], width: Option<usize>) -> Opt
     (!shown.is_empty()).then(|| format!("Last events{hint}:\n{lines}"))
 }
 
-/// The last one of the events that are alike, and their number.
+/// Joins similar events: returns the last event of each kind, and the number of events of this kind.
 fn folded(events: &[Listed<Event>]) -> Vec<(&Event, usize)> {
     let mut all: Vec<(&Event, usize)> = Vec::new();
     for event in events {
@@ -48,7 +47,8 @@ fn folded(events: &[Listed<Event>]) -> Vec<(&Event, usize)> {
     all
 }
 
-/// True if two events have the same text, or are about requests to end the same GPU work, which may have ended other clients.
+/// True if the events have the same text, or report requests to end the same GPU work. The texts of two requests differ if each
+/// request has ended other clients.
 fn are_alike(one: &Event, other: &Event) -> bool {
     one.text == other.text || one.ended_for.is_some() && one.ended_for == other.ended_for
 }

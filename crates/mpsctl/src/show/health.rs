@@ -9,13 +9,12 @@ use common::text::printable;
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub(crate) enum Health {
-    /// A client that starts now is served with its limits.
+    /// A client that starts now is served with the limits of the slice.
     Served,
-    /// A client that starts now is served, but the GPU does not enforce its limits.
+    /// A client that starts now is served, but the GPU can't enforce the limits of the slice.
     NotEnforced,
-    /// An administrator has drained the slice or GPU, so that it takes no new clients.
     Drained,
-    /// No client is served, for the published reason.
+    /// No client is served. The published reason says why.
     NotServed,
 }
 
@@ -24,7 +23,7 @@ impl Health {
         if device.drained { Self::Drained } else { Self::new(device.healthy, device.limits_enforced) }
     }
 
-    /// The health of a GPU. Drained slices do not count: the other slices of the GPU are served.
+    /// Drained slices do not count, since the other slices of the GPU are served.
     pub(crate) fn of_gpu(gpu: &Gpu) -> Self {
         Self::new(gpu.healthy, gpu.limits_enforced)
     }
@@ -55,7 +54,7 @@ impl Health {
     }
 }
 
-/// The colour of a state of the service. None if this version does not know the state.
+/// None if the service is disabled, or if this version does not know the state.
 pub(crate) fn tone_of_service(state: &Word<State>) -> Option<Tone> {
     match state.known()? {
         State::Ready => Some(Tone::Well),
@@ -65,7 +64,7 @@ pub(crate) fn tone_of_service(state: &Word<State>) -> Option<Tone> {
     }
 }
 
-/// The colour of a control daemon's state. None if this version does not know the state.
+/// None if this version does not know the state.
 pub(crate) fn tone_of_daemon(daemon: &ControlDaemon) -> Option<Tone> {
     Some(match daemon.state.known()? {
         ControlDaemonState::Ready => Tone::Well,
@@ -77,12 +76,11 @@ pub(crate) fn tone_of_daemon(daemon: &ControlDaemon) -> Option<Tone> {
     })
 }
 
-/// The word for the health of a slice, and the reason or a note.
 pub(crate) fn describe(device: &Device) -> String {
     said(Health::of_slice(device).word(), &device.reason)
 }
 
-/// The health in the words of the platform's tables, with the reason or a note.
+/// The health in the words of the platform's tables. The reason follows if there is a reason.
 pub(crate) fn for_the_platform(healthy: bool, reason: &str) -> String {
     said(if healthy { "healthy" } else { "not healthy" }, reason)
 }
@@ -91,7 +89,6 @@ fn said(word: &str, reason: &str) -> String {
     if reason.is_empty() { word.to_owned() } else { format!("{word}: {}", printable(reason)) }
 }
 
-/// Describes the state of the service and its reason, for messages that explain an empty list.
 pub(crate) fn describe_state(service: &Service) -> String {
     match (service.state.shown(), printable(&service.state_reason)) {
         (state, reason) if reason.is_empty() => format!("the service is {state}."),

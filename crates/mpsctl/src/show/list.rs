@@ -48,8 +48,8 @@ struct Form {
 pub(crate) async fn list(daemon: &DaemonProxy, arguments: &Arguments, out: &mut dyn Write) -> Result<()> {
     let service = daemon.service().await?;
     let form = &arguments.form;
-    // The service counts clients only for output that a person reads. Programs call this command more often, and can ask for
-    // a count themselves.
+    // The service counts the clients again only for output that a person reads. Programs call this command more often, and can
+    // ask for a count themselves.
     if !(form.json || form.names || form.platform) {
         daemon.look_at_clients().await;
     }
@@ -69,7 +69,7 @@ pub(crate) async fn list(daemon: &DaemonProxy, arguments: &Arguments, out: &mut 
     Ok(())
 }
 
-/// Prints rows in the chosen form. Returns true if notes should follow.
+/// Prints the rows in the form that the options name. Returns true if notes should follow the rows.
 fn print_rows<R>(
     rows: &[Listed<R>],
     what: &str,
@@ -82,7 +82,7 @@ fn print_rows<R>(
     if form.json {
         print_json(out, &rows)?;
     } else if form.names {
-        // The first column of the table of slices, and of the table of GPUs, has the names.
+        // Both tables, of slices and of GPUs, have the names in the first column.
         for name in plain.filter_map(|row| columns.first().map(|column| (column.text)(row))) {
             writeln!(out, "{name}")?;
         }
@@ -100,14 +100,13 @@ fn print_rows<R>(
     Ok(false)
 }
 
-/// The address of the GPU with this UUID, which is also in the names of its slices. The UUID itself if the host does
-/// not have the GPU now.
+/// The address of the GPU with this UUID. The result is the UUID itself if the host does not have the GPU now.
 pub(super) fn gpu_name(uuid: &String, gpus: &[Listed<Gpu>]) -> String {
     let gpu = gpus.iter().find(|gpu| gpu.device_path.as_ref() == Some(uuid));
     gpu.map_or(uuid, |gpu| &gpu.addr).shown()
 }
 
-/// The rows of an answer. If the service does not know its GPUs yet, the error is the reason of the service's state.
+/// If the service does not know its GPUs yet, the error describes the state of the service.
 fn known_now<R>(answer: Result<Vec<Listed<R>>, BusError>, service: &Service) -> Result<Vec<Listed<R>>> {
     match answer {
         Err(BusError::Refused(RequestError::NotReady(_))) => Err(Error::Failed(describe_state(service))),
@@ -115,8 +114,8 @@ fn known_now<R>(answer: Result<Vec<Listed<R>>, BusError>, service: &Service) -> 
     }
 }
 
-/// Prints for each GPU the clients without a known slice, or all clients of the GPU if they can't be assigned to slices. If the
-/// host has only one GPU, the GPU is not named.
+/// Prints for each GPU the number of clients without a known slice. If the service does not know the clients of each slice,
+/// prints the number of all clients of the GPU. The GPU is named only on a host with several GPUs.
 fn print_sliceless(out: &mut dyn Write, gpus: &[Listed<Gpu>], devices: &[Listed<Device>]) -> io::Result<()> {
     let number = |clients: u32| counted(usize::try_from(clients).unwrap_or(usize::MAX), "client");
     for gpu in gpus {
@@ -136,8 +135,8 @@ fn print_sliceless(out: &mut dyn Write, gpus: &[Listed<Gpu>], devices: &[Listed<
     Ok(())
 }
 
-/// The number of clients of a GPU without a known slice, and their memory. None if the clients of slices are not known, as on
-/// GPUs older than Volta.
+/// The number of a GPU's clients without a known slice, and their memory in MiB. None if the service does not know the clients
+/// of each slice, as on GPUs before Volta.
 fn sliceless(gpu: &Gpu, devices: &[Listed<Device>]) -> Option<(u32, Option<i64>)> {
     let slices = || devices.iter().filter(|device| device.pci_bdf == gpu.pci_bdf);
     let of_slices: u32 = slices().map(|slice| slice.clients).sum::<Option<u32>>()?;
@@ -146,8 +145,8 @@ fn sliceless(gpu: &Gpu, devices: &[Listed<Device>]) -> Option<(u32, Option<i64>)
     Some((gpu.clients?.saturating_sub(of_slices), memory))
 }
 
-/// Prints the reason of each GPU that is not served, once for all its slices, and the reason of the service's state
-/// if the service has a problem of another kind.
+/// Prints the reason of each GPU that is not served, once for all slices of the GPU. If all GPUs are served but the service is
+/// not ready, prints the reason of the service's state.
 pub(super) fn print_notes(out: &mut dyn Write, gpus: &[Listed<Gpu>], service: &Service) -> io::Result<()> {
     let mut notes = pairs();
     let with_reason = gpus.iter().filter(|gpu| !gpu.reason.is_empty());

@@ -1,4 +1,4 @@
-//! `yunion-mpsctl metrics`: the published values for collectors. docs/metrics.md has the list.
+//! `yunion-mpsctl metrics`: the published values for collectors of metrics. docs/metrics.md lists all metrics.
 
 use std::cmp::Reverse;
 use std::collections::{BTreeMap, BTreeSet};
@@ -15,10 +15,10 @@ use common::bus::rows::{Client, ControlDaemon, Device, Gpu, Service};
 use common::text::printable;
 use common::whole_file;
 
-/// The most clients for which the metrics have series: 16 GPUs with 60 clients each have fewer.
+/// The most clients that have series of their own. A host with 16 GPUs and 60 clients on each GPU does not reach this number.
 const MOST_CLIENTS: usize = 1024;
 
-/// The most characters in a label of a client. A container's id has 64.
+/// The most characters in a label of a client. A container's id has 64 characters.
 const LABEL: usize = 64;
 
 /// Prints the metrics. If the service does not run, the only metric is `yunion_mps_up 0`.
@@ -31,7 +31,7 @@ pub(crate) async fn metrics(
 ) -> Result<()> {
     let published = match published(daemon).await {
         Err(BusError::NotRunning) => None,
-        // If the service has ended meanwhile, the bus answers in its place with one of these errors.
+        // If the service ends during the request, the bus answers for the service with one of these errors.
         Err(BusError::Refused(_) | BusError::Other { .. })
             if matches!(daemon.service().await, Err(BusError::NotRunning)) =>
         {
@@ -62,7 +62,7 @@ pub(crate) async fn metrics(
     Ok(())
 }
 
-/// Replaces the file. Anything other than a regular file, for example a device, is not replaced.
+/// Replaces only a regular file. A device, for example, is not replaced.
 fn replace(file: &Path, text: &str) -> io::Result<()> {
     if fs::symlink_metadata(file).is_ok_and(|there| !there.is_file()) {
         return Err(io::Error::other("the file exists, and is not a regular file"));
@@ -70,8 +70,8 @@ fn replace(file: &Path, text: &str) -> io::Result<()> {
     whole_file::write(file, text.as_bytes())
 }
 
-/// Asks the service for the published values. If the service refuses to list the clients, the metric
-/// `yunion_mps_clients_known` is 0. Any other failure ends the command.
+/// If the service refuses to list the clients, the other metrics are printed, and `yunion_mps_clients_known` is 0. Any other
+/// error ends the command.
 async fn published(daemon: &DaemonProxy) -> Result<Published, BusError> {
     let service = daemon.service().await?;
     daemon.look_at_clients().await;
@@ -242,24 +242,23 @@ fn about_each_client(published: &Published, devices: &[Listed<Device>], to: &mut
     );
 }
 
-/// The slice that a client has on its GPU.
 fn slice_of<'d>(client: &Client, devices: &'d [Listed<Device>]) -> Option<&'d Device> {
     let given: BTreeSet<&str> = given(client).collect();
-    // Two slices of one GPU can't be combined, so a client that names two slices of a GPU counts for the first of these slices.
+    // Two slices of one GPU can't be combined, so a client with two slices of a GPU counts for the first of these slices.
     let device = devices.iter().find(|device| {
         given.contains(device.addr.as_str()) && device.device_path.as_ref() == Some(&client.gpu)
     });
     device.map(|device| &**device)
 }
 
-/// The series of the clients' memory, and the number of clients that have no series because there are too many
-/// clients.
+/// The series with the memory of each client, and the number of clients without a series. If there are too many clients, the
+/// clients with the least memory have no series.
 fn series(
     clients: &[Listed<Client>],
     devices: &[Listed<Device>],
     gpus: &[Listed<Gpu>],
 ) -> (Vec<(Labels, f64)>, usize) {
-    // Collectors refuse a text in which a series appears twice. So a client counts once for each GPU.
+    // Collectors refuse a text that contains a series twice. So each process counts once for each of its GPUs.
     let known: BTreeMap<(&str, u32), (&Client, i32)> = clients
         .iter()
         .filter(|client| !client.bypass)
@@ -289,12 +288,11 @@ fn series(
     (most.into_iter().map(|(_, client)| sample(client)).collect(), left_out)
 }
 
-/// The text of a label that another program has chosen, cut to a maximum length.
+/// Another program has chosen this text, so the length of the label is limited.
 fn bounded(known: Option<&String>) -> String {
     text(known).chars().take(LABEL).collect()
 }
 
-/// A row with labels that identify its metrics.
 trait Labelled {
     fn labels(&self) -> Labels;
 }
@@ -305,7 +303,7 @@ impl Labelled for ControlDaemon {
     }
 }
 
-/// The platform names a GPU by its address, and NVIDIA's exporters name a GPU by its UUID.
+/// The platform names a GPU by its address, and NVIDIA's exporters name a GPU by its UUID. So a GPU has both labels.
 impl Labelled for Gpu {
     fn labels(&self) -> Labels {
         vec![("gpu", printable(&self.addr)), ("uuid", text(self.device_path.as_ref()))]
@@ -342,7 +340,7 @@ fn bytes(mib: i32) -> f64 {
     f64::from(mib) * 1_048_576.0
 }
 
-/// A count as the value of a sample, which is exact up to 2^53.
+/// An f64 is exact up to 2^53, and no count is larger.
 fn number(of: usize) -> f64 {
     of as f64
 }
@@ -351,7 +349,6 @@ fn flag(is: bool) -> f64 {
     f64::from(u8::from(is))
 }
 
-/// The metrics that were made so far.
 #[derive(Debug, Default)]
 struct Families(Vec<Family>);
 
@@ -365,12 +362,12 @@ impl Families {
         self.0.push(Family { name, help, samples: samples.into_iter().collect() });
     }
 
-    /// Adds a metric with one sample without labels.
+    /// Adds a metric that has one sample without labels.
     fn one(&mut self, name: &'static str, help: &'static str, value: f64) {
         self.add(name, help, [(Vec::new(), value)]);
     }
 
-    /// Adds a metric with a sample for each row. Rows without the value are left out.
+    /// Adds a metric with a sample for each row. A row without a value has no sample.
     fn each<R: Labelled, V: Into<Option<f64>>>(
         &mut self,
         name: &'static str,
@@ -381,8 +378,8 @@ impl Families {
         self.add(name, help, rows.iter().filter_map(|row| Some((row.labels(), value(row).into()?))));
     }
 
-    /// Adds facts as the labels of a sample with the value 1. The type `info` is not used: the parser of
-    /// `node_exporter` does not know it, and rejects a file with an unknown type.
+    /// Adds facts as the labels of a sample with the value 1. The metric does not have the type `info`, since `node_exporter`
+    /// does not know this type and rejects a file with an unknown type.
     fn info(&mut self, name: &'static str, help: &'static str, samples: impl IntoIterator<Item = Labels>) {
         self.add(name, help, samples.into_iter().map(|labels| (labels, 1.0)));
     }
@@ -414,7 +411,7 @@ mod tests {
             }),
             json!({"pid": 7, "gpu": "GPU-1", "memory_mib": null}),
             json!({"pid": 6, "gpu": "GPU-1", "memory_mib": 4, "bypass": true}),
-            // The client is listed twice for its GPU, and its series must appear once.
+            // The service lists this client twice for its GPU, but its series must appear only once.
             json!({"pid": 9, "gpu": "GPU-2", "memory_mib": 1}),
         ]);
         let (series, left_out) = series(&clients, &devices, &gpus);

@@ -24,11 +24,11 @@ use common::published::control_daemon::ControlDaemonState;
 use common::published::snapshot::State;
 use common::text::printable;
 
-/// The number of attempts to get consistent answers. The answers are not consistent if the service changes between two of
-/// them.
+/// The number of attempts to get consistent answers. The answers are inconsistent if the state of the service changes between
+/// two answers.
 const ATTEMPTS: usize = 3;
 
-/// The longest time for the list of clients.
+/// The longest wait for the list of clients.
 const PATIENCE: Duration = Duration::from_secs(5);
 
 #[derive(Debug, Args)]
@@ -44,15 +44,15 @@ pub(crate) struct Arguments {
     pub(crate) watch: bool,
 }
 
-/// Prints the status. If the terminal has too few rows, the end of the status is left out, so that the state in its first line
-/// does not scroll away.
+/// Prints the status. If the terminal has too few rows, the end of the status is omitted. Otherwise the first line, with the
+/// state, would scroll away.
 pub(crate) async fn print(daemon: &DaemonProxy, arguments: &Arguments, out: &mut dyn Write) -> Result<()> {
     let rows = rows().filter(|_| !arguments.json && arguments.output.is_none());
     let Some(rows) = rows else { return status(daemon, arguments, out).await };
     let mut text = Vec::new();
     status(daemon, arguments, &mut text).await?;
     let lines = String::from_utf8_lossy(&text).lines().map(str::to_owned).collect();
-    // The last row of the terminal stays free for the shell's prompt.
+    // The last row of the terminal is for the shell's prompt.
     for line in fitted(lines, usize::from(rows).saturating_sub(1)) {
         writeln!(out, "{line}")?;
     }
@@ -62,8 +62,8 @@ pub(crate) async fn print(daemon: &DaemonProxy, arguments: &Arguments, out: &mut
 pub(crate) async fn status(daemon: &DaemonProxy, arguments: &Arguments, out: &mut dyn Write) -> Result<()> {
     let mut answers = StatusAnswers::ask(daemon, arguments).await?;
     for _ in 1..ATTEMPTS {
-        // The answers of the service come one after the other, and its state may change meanwhile. If the state has changed, the
-        // questions are repeated, so that no old state is shown with new control daemons.
+        // The service answers one request after the other, and its state may change meanwhile. After a change, all requests are
+        // repeated, so that no old state is shown with new control daemons.
         let now = daemon.service().await?;
         if (&now.state, &now.state_reason) == (&answers.service.state, &answers.service.state_reason) {
             break;
@@ -83,7 +83,7 @@ pub(crate) async fn status(daemon: &DaemonProxy, arguments: &Arguments, out: &mu
         writeln!(out, "\n{events}")?;
     }
     if !control_daemons.is_empty() {
-        // The id of a control daemon may be the UUID of its GPU. The table shows the address of the GPU instead of the UUID.
+        // The id of a control daemon can be the UUID of its GPU. The table shows the address of the GPU instead.
         let named = |one: &Listed<ControlDaemon>| ControlDaemon {
             id: gpu_name(&one.id, &gpus),
             ..ControlDaemon::clone(one)
@@ -95,8 +95,8 @@ pub(crate) async fn status(daemon: &DaemonProxy, arguments: &Arguments, out: &mu
         writeln!(out, "\n{}", table_of(GPUS, gpus.iter().map(Deref::deref), wide))?;
     }
     let waits = control_daemons.iter().any(|daemon| daemon.state == ControlDaemonState::Waiting);
-    // The service asks the control daemons for the clients, and a control daemon may hang. If the answer takes too long, the
-    // status is shown without the clients.
+    // The service asks the control daemons for their clients, and a control daemon may hang. If the answer takes too long, the
+    // status is shown without clients.
     let clients =
         if waits { timeout(PATIENCE, daemon.clients()).await.ok().and_then(Result::ok) } else { None };
     let reasons = reasons(&service, &control_daemons, &gpus, clients.as_deref());
@@ -106,7 +106,6 @@ pub(crate) async fn status(daemon: &DaemonProxy, arguments: &Arguments, out: &mu
     Ok(())
 }
 
-/// The answers of the service from which the status is made.
 struct StatusAnswers {
     service: Listed<Service>,
     control_daemons: Vec<Listed<ControlDaemon>>,
@@ -122,14 +121,13 @@ impl StatusAnswers {
         }
         let control_daemons = daemon.control_daemons().await?;
         let events = daemon.events().await?;
-        // While the service is starting it does not know its GPUs. The status of a starting service is shown without GPUs, and
-        // the state says that the service is starting.
+        // A service that is starting does not know its GPUs yet. The status is then shown without GPUs, and the state says why.
         let gpus = known(daemon.gpus().await)?.unwrap_or_default();
         Ok(Self { service, control_daemons, gpus, events })
     }
 }
 
-/// The reasons of control daemons and GPUs that the service's own reason does not contain.
+/// The reasons of control daemons and GPUs that are not a part of the service's own reason.
 fn reasons(
     service: &Service,
     control_daemons: &[Listed<ControlDaemon>],
@@ -157,8 +155,8 @@ fn reasons(
     any.then_some(notes)
 }
 
-/// Says for a control daemon that waits since when it waits, and for how many clients. None if the control daemon does not
-/// wait.
+/// The time since which a control daemon waits, and the number of clients that it still has. None if the control daemon does
+/// not wait.
 fn how_it_waits(
     daemon: &ControlDaemon,
     all: &[Listed<ControlDaemon>],
@@ -171,14 +169,14 @@ fn how_it_waits(
         "the control daemon has waited since {since}",
         since = time::local(time::from_seconds(daemon.since))
     );
-    // In the plan, a GPU of this control daemon may already belong to another control daemon.
+    // A new plan may give a GPU of this control daemon to another control daemon.
     let is_of_another =
         |gpu: &String| all.iter().any(|other| other.id != daemon.id && other.gpus.contains(gpu));
     let Some(clients) = clients else { return Some(since) };
     let left = clients.iter().filter(|client| !client.bypass && !is_of_another(&client.gpu));
     let left: BTreeSet<u32> = left.map(|client| client.pid).collect();
-    // If the plan gives all GPUs of this control daemon to other control daemons, its clients are not counted here. So a count of
-    // 0 does not mean that the control daemon has no client.
+    // Clients on GPUs that the plan gives to other control daemons are not counted. So a count of 0 does not prove that the
+    // control daemon has no client.
     if left.is_empty() {
         return Some(since);
     }

@@ -1,5 +1,5 @@
-//! Tables and texts for people. The texts fit the width in COLUMNS or of the terminal, and have colours on a terminal.
-//! Without a known width, each row is one line of any length, for programs that search the text.
+//! Tables and texts for people. The texts fit the width in `COLUMNS` or of the terminal. Without a known width, each row is one
+//! line of any length, so that programs can search the text.
 
 use std::fmt;
 use std::iter;
@@ -11,36 +11,35 @@ use common::bus::rows::PcieInfo;
 use common::bus::word::Word;
 use common::text::printable;
 
-/// The borders of the platform's tables: lines `+---+`, and no line between rows.
+/// The borders of the platform's tables, as a preset for `comfy_table`: lines such as `+---+`, and no line between two rows.
 const PLATFORM: &str = "||--+-++|    ++++++";
 
 /// The number of blanks between two columns without borders.
 const GAP: u16 = 2;
 
-/// The width for a long text in the last column, which is wrapped. Other columns are left out before the last column gets less
-/// than this width.
+/// The smallest width for the last column, whose long texts are wrapped. Other columns are omitted before the last column gets
+/// less width.
 const PROSE: usize = 24;
 
 /// The smallest width of a column whose texts are cut.
 const SHORTEST: usize = 12;
 
-/// The text for an unknown value.
 const UNKNOWN: &str = "-";
 
-/// The width for texts on stdout: the value of COLUMNS, even for a pipe, so that `watch` gets whole lines; otherwise the width of
-/// the terminal. None if there is no terminal, or if it does not report its size.
+/// The width for texts on stdout: the value of `COLUMNS`, otherwise the width of the terminal. `COLUMNS` counts even if stdout
+/// is a pipe, since `watch` sets this variable for its commands. None if the width is unknown.
 pub(crate) fn width() -> Option<usize> {
     let said = std::env::var("COLUMNS").ok().and_then(|columns| columns.trim().parse().ok());
     let own = || Some(usize::from(rustix::termios::tcgetwinsize(rustix::stdio::stdout()).ok()?.ws_col));
     said.filter(|width| *width > 0).or_else(own).filter(|width| *width > 0)
 }
 
-/// True if stdout has colours: on a terminal, unless `NO_COLOR` or TERM forbids it.
+/// True if texts on stdout have colours: on a terminal, unless `NO_COLOR` or `TERM` forbids colours.
 pub(crate) fn colour() -> bool {
     is_drawn_on() && std::env::var_os("NO_COLOR").is_none_or(|text| text.is_empty())
 }
 
-/// True if a text on stdout can replace an earlier one: on a terminal, unless TERM forbids it.
+/// True if stdout is a terminal on which a text can replace an earlier text.
 pub(crate) fn is_drawn_on() -> bool {
     rustix::termios::isatty(rustix::stdio::stdout())
         && std::env::var_os("TERM").is_none_or(|term| term != "dumb")
@@ -48,30 +47,32 @@ pub(crate) fn is_drawn_on() -> bool {
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum TableStyle {
-    /// A line of headings and a line for each row. A column without any value is not shown.
+    /// A line of headings, and a line for each row. A column without any value is hidden.
     Plain,
-    /// Only the rows, for programs that split them at two blanks: every column is shown, and has a text in every row.
+    /// The rows without headings, for programs that split each row at two blanks. So every column is shown, and has a text in
+    /// every row.
     Rows,
-    /// Two columns without headings: names and their values.
+    /// Two columns without headings: names and values.
     Pairs,
-    /// A table with borders. The columns are the same at every width, since programs read the table.
+    /// A table with borders. Programs read this table, so its columns do not depend on the width of the terminal.
     Platform,
 }
 
-/// The head of a column: its heading, and how its texts are shown.
+/// The heading of a column, and the way in which the texts of the column are shown.
 #[derive(Debug, Clone, Copy, Default)]
 pub(crate) struct Head {
     pub(crate) name: &'static str,
-    /// True for a column of numbers, which are aligned at the right.
+    /// True for numbers, which are aligned at the right.
     pub(crate) is_number: bool,
-    /// True if the end of a text is more important than its beginning, as in a path. Such texts are cut in front.
+    /// True if the end of a text is more important than its beginning, as in a path. A text that is too long is then cut at its
+    /// beginning.
     pub(crate) ends: bool,
-    /// If not all columns fit, the column with the highest number is left out first. A column with 0 is never left out. The last
-    /// column is never left out either.
+    /// If not all columns fit, the column with the highest number is omitted first. A column with 0 is never omitted, and the
+    /// last column is never omitted either.
     pub(crate) expendable: u8,
 }
 
-/// The kind of state that a text describes, for its colour.
+/// The kind of state that a text describes. The colour of the text follows from the kind.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Tone {
     Well,
@@ -79,7 +80,6 @@ pub(crate) enum Tone {
     Bad,
 }
 
-/// Rows of text, shown as a table.
 #[derive(Debug)]
 pub(crate) struct Table {
     heads: Vec<Head>,
@@ -87,14 +87,12 @@ pub(crate) struct Table {
     look: TableStyle,
 }
 
-/// Makes a table with columns of texts, followed by columns of numbers.
 pub(crate) fn table(texts: &[&'static str], numbers: &[&'static str]) -> Table {
     let texts = texts.iter().map(|name| Head { name, ..Head::default() });
     let numbers = numbers.iter().map(|name| Head { name, is_number: true, ..Head::default() });
     Table::new(texts.chain(numbers))
 }
 
-/// Makes a table of two columns: names and their values.
 pub(crate) fn pairs() -> Table {
     Table { look: TableStyle::Pairs, ..Table::new([]) }
 }
@@ -104,7 +102,7 @@ pub(crate) fn prose(text: &str) -> String {
     prose_in(text, width())
 }
 
-/// Wraps an item of a list: its further lines are indented by two blanks.
+/// Wraps an item of a list at the width of stdout. The second line and all further lines are indented.
 pub(crate) fn hanging(text: &str) -> String {
     hanging_in(text, width())
 }
@@ -127,7 +125,6 @@ impl Table {
         Self { heads: heads.into_iter().collect(), rows: Vec::new(), look: TableStyle::Plain }
     }
 
-    /// The same table without headings, if `without` is set.
     pub(crate) fn without_heads(mut self, without: bool) -> Self {
         if without {
             self.look = TableStyle::Rows;
@@ -135,14 +132,13 @@ impl Table {
         self
     }
 
-    /// The same table with the borders of the platform's tables.
     pub(crate) fn for_the_platform(mut self) -> Self {
         self.look = TableStyle::Platform;
         self
     }
 
-    /// The same table, in which the texts whose end is important are cut in front, so that no other column has to be left
-    /// out. The caller has to add all rows before this call.
+    /// Cuts the texts of the column with `ends` at their beginning, so that no other column has to be omitted. The caller has
+    /// to add all rows before this call.
     pub(crate) fn shorten(mut self, width: Option<usize>) -> Self {
         let (Some(width), Some(at)) = (width, self.heads.iter().position(|head| head.ends)) else {
             return self;
@@ -152,7 +148,7 @@ impl Table {
             let texts =
                 self.rows.iter().filter_map(|row| row.get(index)).filter(|(text, _)| !is_unknown(text));
             let longest = texts.map(|(text, _)| text.chars().count()).max();
-            // An empty column is not shown and needs no width. The last column is always shown.
+            // An empty column is hidden and needs no width. The last column is always shown.
             let longest = longest.or((index == last).then_some(0))?;
             Some((*head, longest.max(head.name.chars().count())))
         };
@@ -168,12 +164,10 @@ impl Table {
         self
     }
 
-    /// Adds a row, with a text for each column.
     pub(crate) fn add_row(&mut self, texts: impl IntoIterator<Item = impl Into<String>>) {
         self.add_toned_row(texts.into_iter().map(|text| (text.into(), None)));
     }
 
-    /// Adds a row, with a text and its colour for each column.
     pub(crate) fn add_toned_row(&mut self, cells: impl IntoIterator<Item = (String, Option<Tone>)>) {
         self.rows.push(cells.into_iter().collect());
     }
@@ -209,7 +203,7 @@ impl Table {
         }
         let last = table.column_count().saturating_sub(1);
         for (index, column) in table.column_iter_mut().enumerate() {
-            // The last column has no padding at its right, since the padding would reach beyond the terminal.
+            // Padding at the right of the last column would extend beyond the edge of the terminal.
             column.set_padding((0, if index == last { 0 } else { GAP }));
             if self.heads.get(index).is_some_and(|head| head.is_number) {
                 column.set_cell_alignment(CellAlignment::Right);
@@ -228,8 +222,8 @@ impl Table {
         format!("{text}\n{}", prose_in(&note, width))
     }
 
-    /// Leaves out columns until the rest fits, and gives the last column the remaining width. Returns the headings of the columns
-    /// that were left out.
+    /// Hides columns until the rest fits, and gives the last column the remaining width. Returns the headings of the hidden
+    /// columns.
     fn fit(&self, table: &mut comfy_table::Table, width: usize) -> Vec<&'static str> {
         table.set_content_arrangement(ContentArrangement::Dynamic);
         table.set_width(u16::try_from(width).unwrap_or(u16::MAX));
@@ -246,7 +240,7 @@ impl Table {
                 column.set_constraint(ColumnConstraint::Hidden);
             }
         }
-        // If the last column would get less than half of `PROSE`, the texts of the other columns are cut too.
+        // The other columns get their full width, unless the last column would then have less than half of `PROSE`.
         if needed(&columns, PROSE / 2) <= width {
             for column in table.column_iter_mut().take(last).filter(|column| is_shown(column)) {
                 column.set_constraint(ColumnConstraint::ContentWidth);
@@ -256,8 +250,8 @@ impl Table {
     }
 }
 
-/// Removes columns until the rest fits, the most expendable first, and returns their headings. The last column stays, with at
-/// least the width `prose`.
+/// Removes the most expendable columns until the rest fits, and returns their headings. The last column is never removed: its
+/// texts can be wrapped at the width `prose`.
 pub(crate) fn without_room(columns: &mut Vec<(Head, usize)>, room: usize, prose: usize) -> Vec<&'static str> {
     let mut left_out = Vec::new();
     while needed(columns, prose) > room {
@@ -270,7 +264,7 @@ pub(crate) fn without_room(columns: &mut Vec<(Head, usize)>, room: usize, prose:
     left_out
 }
 
-/// The smallest width that a table with these columns needs.
+/// The smallest width of a table with these columns, if the texts of the last column are wrapped at the width `prose`.
 fn needed(columns: &[(Head, usize)], prose: usize) -> usize {
     let Some(((_, last), others)) = columns.split_last() else { return 0 };
     others.iter().map(|(_, width)| width + usize::from(GAP)).sum::<usize>() + (*last).min(prose)
@@ -286,7 +280,7 @@ fn is_unknown(text: &str) -> bool {
     text.is_empty() || text == UNKNOWN
 }
 
-/// The terminal's colour for a tone. The colours are those of the terminal's own theme, which its user has chosen.
+/// A colour from the terminal's own theme, which the user has chosen.
 fn colour_of(tone: Tone) -> Color {
     match tone {
         Tone::Well => Color::DarkGreen,
@@ -295,9 +289,8 @@ fn colour_of(tone: Tone) -> Color {
     }
 }
 
-/// A value that a table can show.
 pub(crate) trait Shown {
-    /// The text of the value; `-` for an unknown value or an empty list.
+    /// `-` for an unknown value or an empty list.
     fn shown(&self) -> String;
 }
 
@@ -332,7 +325,7 @@ impl<T: Shown> Shown for Vec<T> {
     }
 }
 
-/// The text, or if it is too long its beginning and a sign that it is cut.
+/// Cuts the end of a text that is too wide, and puts an ellipsis in its place.
 pub(crate) fn cut(text: &str, room: usize) -> String {
     if text.unicode_truncate(room).0.len() == text.len() {
         return text.to_owned();
@@ -340,7 +333,7 @@ pub(crate) fn cut(text: &str, room: usize) -> String {
     format!("{}…", text.unicode_truncate(room.saturating_sub(1)).0)
 }
 
-/// A number with its unit; `-` if it is not known.
+/// `-` if the number is unknown.
 pub(crate) fn with_unit<N: fmt::Display>(number: Option<N>, unit: &str) -> String {
     number.map_or_else(|| UNKNOWN.to_owned(), |number| format!("{number} {unit}"))
 }
@@ -411,7 +404,7 @@ mod tests {
              00:06.0-0  Tesla P40   1 / 12  served\n\
              (no room for UUID; --json has all)"
         );
-        // A long reason is wrapped to several lines. A UUID is not wrapped, so its column is left out.
+        // The long reason is wrapped to several lines. The UUID can't be wrapped, so its column is omitted.
         let reason = gpus("not served: GPU is lost, which nothing but a reset heals").render(Some(40), false);
         assert!(reason.ends_with("(no room for UUID, MODEL; --json has\nall)"), "{reason}");
     }
@@ -445,7 +438,7 @@ mod tests {
             "State:    degraded: 1 of\n          2 GPUs not\n          served\nVersion:  1.0.0"
         );
         assert_eq!(pairs.render(None, true).matches('\u{1b}').count(), 2);
-        // The colours do not count for the width, and no blanks are beyond it.
+        // The escape sequences of colours do not count for the width, and no line has blanks beyond the width.
         for line in pairs.render(Some(24), true).lines() {
             let shown: usize = line
                 .split('\u{1b}')

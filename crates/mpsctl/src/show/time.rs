@@ -1,27 +1,27 @@
-//! Times for people: a moment in local time, and the time that has passed since a moment. The JSON output has the exact moment.
+//! Times for people: a moment in local time, and the time since a moment.
 
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use jiff::Timestamp;
 use jiff::tz::TimeZone;
 
-/// The moment this many seconds after 1970. Most moments on the bus are given in seconds after 1970.
+/// Most moments on the bus are numbers of seconds after 1970.
 pub(crate) fn from_seconds(seconds: i64) -> SystemTime {
     from_microseconds(seconds.saturating_mul(1_000_000))
 }
 
-/// The moment this many microseconds after 1970. The times of events on the bus are given in microseconds after 1970.
+/// The times of events on the bus are numbers of microseconds after 1970.
 pub(crate) fn from_microseconds(microseconds: i64) -> SystemTime {
     let microseconds = u64::try_from(microseconds).unwrap_or_default();
     UNIX_EPOCH.checked_add(Duration::from_micros(microseconds)).unwrap_or(UNIX_EPOCH)
 }
 
-/// A moment in local time, by the time zone of TZ or /etc/localtime: `2026-11-21 12:34:56`.
+/// A moment in the time zone of `TZ` or `/etc/localtime`: `2026-11-21 12:34:56`.
 pub(crate) fn local(at: SystemTime) -> String {
     local_in(at, TimeZone::system())
 }
 
-/// The time since a moment: `3 min`. A moment in the future, because the clock was set back, counts as now.
+/// The time since a moment: `3 min`. A moment in the future counts as now, since the clock was set back.
 pub(crate) fn age(at: SystemTime) -> String {
     span(at.elapsed().unwrap_or_default())
 }
@@ -34,7 +34,6 @@ fn local_in(at: SystemTime, zone: TimeZone) -> String {
     }
 }
 
-/// A duration in words, with one unit.
 fn span(time: Duration) -> String {
     match time.as_secs() {
         seconds @ 0..60 => format!("{seconds} s"),

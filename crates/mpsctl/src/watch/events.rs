@@ -33,10 +33,10 @@ pub(crate) async fn events(follows: bool, json: bool, out: &mut dyn Write) -> Re
     }
 }
 
-/// Prints new events as they come. Returns when the reader of the output has closed the pipe.
+/// Prints new events as they come, until the reader of the output closes the pipe.
 async fn follow(json: bool, out: &mut dyn Write) -> Result<()> {
     let mut watched = ReconnectingProxy::default();
-    // The events in the last answer of the service, which were printed already.
+    // The events in the service's last answer, all of which this command has printed.
     let mut printed = Vec::new();
     let mut complaint = String::new();
     while !reader_has_gone() {
@@ -78,8 +78,8 @@ fn print(events: &[Listed<Event>], json: bool, out: &mut dyn Write) -> Result<()
     Ok(())
 }
 
-/// The events that were not printed yet. A new event need not be the last event in the list, since events are sorted by the time
-/// at which they were seen.
+/// The events that were not printed yet. A new event can be anywhere in the list, since the service sorts events by their times
+/// and may notice an event late.
 fn new_ones(printed: &[Listed<Event>], events: &[Listed<Event>]) -> Vec<Listed<Event>> {
     let mut before = printed.to_vec();
     let mut new = events.to_vec();
@@ -90,8 +90,8 @@ fn new_ones(printed: &[Listed<Event>], events: &[Listed<Event>]) -> Vec<Listed<E
     new
 }
 
-/// True if events may have been missed between two answers, because the service has dropped them again. Faults that were printed
-/// before do not prove that no event was missed, since the service keeps faults longer than other events.
+/// True if the service may have dropped events between the two answers. An event in both answers proves that no event was
+/// missed, unless the event may be a fault: the service stores faults longer than other events.
 fn may_miss_some(printed: &[Listed<Event>], events: &[Listed<Event>]) -> bool {
     let is_known = |event: &&Listed<Event>| printed.iter().any(|known| **known == ***event);
     let known = events.iter().filter(is_known).count();
@@ -121,7 +121,7 @@ mod tests {
             // This answer has a new event in the middle, and two equal new events at the end.
             (vec![1, 5, 2, 3, 3], vec![5, 3, 3]),
             (vec![2, 3, 3, 3], vec![3]),
-            // The service was started again, so its list of events begins anew.
+            // The service has restarted, so its list of events begins again.
             (vec![], vec![]),
             (vec![9], vec![9]),
         ] {
@@ -140,7 +140,7 @@ mod tests {
         assert!(!may_miss_some(&printed, &events(1..=many)));
         assert!(!may_miss_some(&printed, &events([many])));
         assert!(may_miss_some(&printed, &events(many..2 * many)));
-        // The list begins with events about faults, which the service keeps longer than others.
+        // The list begins with faults, which the service stores longer than other events.
         let faults = i64::try_from(FAULTS_KEPT).unwrap();
         assert!(may_miss_some(&printed, &events((0..faults).chain(many..2 * many - faults))));
     }

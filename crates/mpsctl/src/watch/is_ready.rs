@@ -31,7 +31,7 @@ pub(crate) async fn is_ready(at_most: Option<u32>, quiet: bool, out: &mut dyn Wr
     }
 }
 
-/// Waits until the service is ready, at most for this time, and returns its last state.
+/// Waits until the service is ready, at most for the time `at_most`. Returns the last state of the service.
 async fn wait(watched: &mut ReconnectingProxy, at_most: Duration) -> Result<Listed<Service>, BusError> {
     let deadline = Instant::now() + at_most;
     loop {
@@ -44,7 +44,7 @@ async fn wait(watched: &mut ReconnectingProxy, at_most: Duration) -> Result<List
     }
 }
 
-/// The time that the service has for an answer to the last question, even if the command's own deadline is nearer.
+/// The service gets at least this time for each answer, even if the deadline of the command is nearer.
 const LAST_LOOK: Duration = Duration::from_secs(1);
 
 async fn ask(watched: &mut ReconnectingProxy, at_most: Duration) -> Result<Listed<Service>, BusError> {

@@ -16,20 +16,20 @@ pub(super) mod is_ready;
 pub(super) mod status;
 pub(super) mod top;
 
-/// The time between two looks at the service if it reports no change.
+/// The time between two requests to the service if the service reports no change.
 const PERIOD: Duration = Duration::from_secs(1);
 
-/// The time between two looks at the service while it reports one change after the other.
+/// The shortest time between two requests to the service, even if the service reports one change after the other.
 const SHORTEST: Duration = Duration::from_millis(250);
 
-/// The connection to the service, for repeated looks at it. The service and the bus may end and start again between two looks.
+/// The connection to the service, for repeated requests. If the service or the bus has restarted, the next request makes a new
+/// connection.
 #[derive(Debug, Default)]
 struct ReconnectingProxy {
     joined: Option<(DaemonProxy, watch::Receiver<()>)>,
 }
 
 impl ReconnectingProxy {
-    /// The proxy of the service. Connects to the bus if there is no connection.
     async fn daemon(&mut self) -> Result<DaemonProxy, BusError> {
         if let Some((daemon, _)) = &self.joined {
             return Ok(daemon.clone());
@@ -40,7 +40,7 @@ impl ReconnectingProxy {
         Ok(daemon)
     }
 
-    /// Waits until the next look at the service is due: after a change, or at the end of the period.
+    /// Waits until the next request is due: after a change of the service, or at the end of [`PERIOD`].
     async fn pause(&mut self) {
         let due = Instant::now() + PERIOD;
         sleep(SHORTEST).await;
@@ -56,13 +56,12 @@ impl ReconnectingProxy {
     }
 }
 
-/// Waits for an answer that the service can give at once. Returns an error if the answer does not come in time.
+/// Waits for an answer that the service gives at once. If the answer does not come in time, the error is [`BusError::Silent`].
 async fn in_time<T, E: From<BusError>>(answer: impl Future<Output = Result<T, E>>) -> Result<T, E> {
     timeout(SIGN_OF_LIFE, answer).await.unwrap_or_else(|_| Err(BusError::Silent.into()))
 }
 
-/// Says why the service does not answer now. The command goes on asking, and prints the next answer of the service as soon as
-/// there is one.
+/// The message for the user while the service does not answer. The command repeats its request until the service answers.
 fn describe(error: &BusError) -> String {
     match error {
         BusError::NotRunning => "yunion-mps-daemon is not running; waiting for it".to_owned(),
@@ -70,8 +69,8 @@ fn describe(error: &BusError) -> String {
     }
 }
 
-/// True if the reader of the output has closed the pipe. Without this check, the command would notice the closed pipe only at the
-/// next event.
+/// True if the reader of the output has closed the pipe. A command that waits for events writes nothing, and would not notice
+/// the closed pipe without this check.
 fn reader_has_gone() -> bool {
     let stdout = rustix::stdio::stdout();
     let mut asked = [PollFd::new(&stdout, PollFlags::empty())];

@@ -1,6 +1,5 @@
-//! A CUDA program: `cuda-client hold SECONDS [--mib MIB] [--stay | --tell | --again] | props | alloc MIB | fault | long
-//! SECONDS | train FILE`. If a control daemon answers, the program is an MPS client. Without an answer the program uses the
-//! GPU directly.
+//! The program `cuda-client`, a CUDA program for tests. If a control daemon answers, the program is an MPS client. Otherwise
+//! the program uses the GPU without MPS.
 
 use std::fs;
 use std::io::{self, Write};
@@ -14,7 +13,7 @@ use std::time::{Duration, Instant};
 use super::wire::{self, ClientHello, Device, Event, Hello, Request};
 use crate::state::{Gpu, Host, Kind, visible};
 
-/// The CUDA errors that a CUDA program of the simulated host can get.
+/// CUDA's error codes.
 pub(super) const BUSY: u32 = 46;
 pub(super) const NO_DEVICE: u32 = 100;
 pub(crate) const ILLEGAL_ADDRESS: u32 = 700;
@@ -22,13 +21,11 @@ const SERVER_GONE: u32 = 806;
 pub(super) const NOT_READY: u32 = 807;
 pub(super) const TERMINATED: u32 = 810;
 
-/// The memory that a program without MPS holds before it allocates any.
+/// The GPU memory that a program without MPS takes before it allocates any.
 const ALONE_MIB: u64 = 526;
 
-/// The time between two attempts to make a context.
 const AGAIN: Duration = Duration::from_millis(50);
 
-/// The size of each allocation by which the command `alloc` fills the memory.
 const STEP_MIB: u64 = 256;
 
 const USAGE: &str = "usage: cuda-client hold SECONDS [--mib MIB] [--stay | --tell | --again] | props | alloc MIB | \
@@ -52,15 +49,15 @@ pub(crate) fn text(error: u32) -> &'static str {
     }
 }
 
-/// The number of streaming multiprocessors that a client with this percentage gets. GPUs give streaming multiprocessors
+/// Returns the number of streaming multiprocessors of a client with this thread percentage. GPUs give streaming multiprocessors
 /// to a client in pairs.
 pub(super) fn sms(all: u32, percentage: f64) -> u32 {
     let fits = |sms: &u32| f64::from(*sms) * 100.0 <= f64::from(all) * percentage;
     (1..=all / 2).map(|pairs| pairs * 2).take_while(fits).last().unwrap_or(2)
 }
 
-/// The part of a client's memory that a context with this many multiprocessors takes. The returned values are on a
-/// straight line through the values that were measured with 12, 32, 66 and 132 multiprocessors.
+/// Returns the memory in MiB that a client's context with this many streaming multiprocessors takes. The values are on a
+/// straight line through measurements with 12, 32, 66 and 132 multiprocessors.
 pub(super) fn context_mib(sms: u32) -> u64 {
     (28_000 + 3_683 * u64::from(sms)) / 1000
 }
@@ -77,19 +74,18 @@ pub(super) fn device(gpu: &Gpu, sms: u32, free_mib: u64) -> Device {
     }
 }
 
-/// The CUDA context of the program.
 pub(crate) struct Context {
     server: Option<Server>,
-    /// The GPU to which the program has added itself. None if the program is a client of a server.
+    /// The GPU that the program uses without MPS. `None` if the program is a client of a server.
     gpu: Option<Gpu>,
     devices: Vec<Device>,
 }
 
-/// A client's end of its connection to the MPS server. As in CUDA, a separate thread of the client takes part in the
-/// server's actions, no matter what the program does meanwhile.
+/// A client's connection to the MPS server. As in CUDA, a separate thread of the client answers the server, no matter what the
+/// program does meanwhile.
 struct Server {
     connection: Arc<OwnedFd>,
-    /// The server's events for the program. A separate thread receives the events and passes them on.
+    /// The separate thread receives the server's events, and passes those for the program on through this channel.
     events: Receiver<Event>,
 }
 
@@ -140,7 +136,7 @@ impl Context {
             }
             Some(Event::Error(error)) => Err(error),
             Some(Event::TakePart) => Err(SERVER_GONE),
-            // Like a real CUDA program, the program goes on without MPS if the control daemon gives no answer.
+            // Like a real CUDA program, the program goes on without MPS if no control daemon answers.
             None => Self::alone(host, visible_devices.as_deref()),
         }
     }
@@ -162,21 +158,18 @@ impl Context {
         Ok(Self { server: None, gpu: Some(gpu), devices })
     }
 
-    /// Sends a request to the server, if the program is a client of a server.
     fn request(&self, request: &Request) {
         if let Some(server) = &self.server {
-            // If the server has ended, the request is lost, and the thread that waits for the server's events notices
-            // the end.
+            // If the server has ended, the request is lost. The thread that waits for the server's events notices the end.
             _ = wire::send(&*server.connection, request);
         }
     }
 
-    /// True if the program is a client of a server.
     pub(crate) fn is_client(&self) -> bool {
         self.server.is_some()
     }
 
-    /// The first device's multiprocessors, and its free and total memory in MiB, at the time when the context was made.
+    /// Returns the first device's multiprocessors, and its free and total memory in MiB, at the time when the context was made.
     pub(crate) fn first_device(&self) -> Option<(u32, u64, u64)> {
         self.devices.first().map(|device| (device.sms, device.free_mib, device.total_mib))
     }
@@ -206,7 +199,6 @@ impl Context {
     }
 }
 
-/// Runs `cuda-client` with these arguments, and returns the exit status.
 pub fn run(arguments: &[String]) -> u8 {
     let start = Instant::now();
     let words: Vec<&str> = arguments.iter().map(String::as_str).collect();
@@ -261,7 +253,7 @@ pub fn run(arguments: &[String]) -> u8 {
 }
 
 fn say(line: &str) {
-    // If the reader of stdout has closed it, the line is dropped.
+    // If stdout is closed, the line is lost.
     _ = writeln!(io::stdout(), "{line}");
 }
 
@@ -282,7 +274,8 @@ fn props(context: &Context, start: Instant) -> u8 {
     0
 }
 
-/// Allocates GPU memory in steps up to this number of MiB, and prints the result. Returns the exit status.
+/// Allocates GPU memory in steps of [`STEP_MIB`] until `mib` MiB are allocated or no further step fits, and prints the result.
+/// Returns the exit status.
 fn alloc(context: &Context, mib: u64) -> u8 {
     let free = context.devices.first().map_or(0, |device| device.free_mib);
     let wanted = mib.div_ceil(STEP_MIB).saturating_mul(STEP_MIB);
@@ -307,8 +300,8 @@ fn fault(context: &Context) -> u8 {
     4
 }
 
-/// Runs short CUDA kernels, one after the other, about 1750 per second. With `stay` the program stays until the end of
-/// `time` after a CUDA error.
+/// Runs short CUDA kernels one after the other, about 1750 per second. If `stay` is true, the program does not end at a CUDA
+/// error, but only after `time`.
 fn hold(context: &Context, time: Duration, stay: bool) -> u8 {
     let start = Instant::now();
     let end = start + time;
@@ -327,7 +320,7 @@ fn hold(context: &Context, time: Duration, stay: bool) -> u8 {
     4
 }
 
-/// Runs short CUDA kernels, and makes a new context each time that CUDA returns an error.
+/// Runs short CUDA kernels, and makes a new context after each CUDA error.
 fn again(host: &Host, context: Context, time: Duration, mib: u64) -> u8 {
     let end = Instant::now() + time;
     let mut context = Some(context);
@@ -346,13 +339,13 @@ fn again(host: &Host, context: Context, time: Duration, mib: u64) -> u8 {
     4
 }
 
-/// Runs one CUDA kernel of the duration `time`. If the program ends during the kernel without the control daemon's
-/// command `terminate_client`, every client gets a fault.
+/// Runs one CUDA kernel of the duration `time`. A program that ends during the kernel causes a fault of every client, unless
+/// the control daemon's command `terminate_client` has ended the program's work.
 fn long(context: &Context, start: Instant, time: Duration) -> u8 {
     let init = start.elapsed().as_secs_f64();
     context.request(&Request::LongKernel(true));
-    // The program writes the message after its request to the server, so that a test which reads the message can rely
-    // on the running kernel.
+    // A test that reads this message relies on the running kernel. So the program writes the message after its request to the
+    // server.
     let _ = writeln!(io::stderr(), "long pid {} runs", std::process::id());
     if let Err(error) = context.work(Instant::now() + time) {
         say(&format!("ERR cudaDeviceSynchronize(): {} ({error})", text(error)));
@@ -368,8 +361,8 @@ fn long(context: &Context, start: Instant, time: Duration) -> u8 {
 /// The duration of one CUDA kernel in a simulated training of a model.
 const STEP: Duration = Duration::from_millis(50);
 
-/// Simulates a training: runs one long CUDA kernel after the other, until SIGTERM asks the program to end. At the end
-/// the program writes a checkpoint from the GPU.
+/// Simulates a training: runs one long CUDA kernel after the other, until SIGTERM asks the program to end. At the end the
+/// program writes a checkpoint with data from the GPU.
 fn train(context: &Context, file: &str) -> u8 {
     let is_asked_to_end = Arc::new(AtomicBool::new(false));
     if signal_hook::flag::register(signal_hook::consts::SIGTERM, Arc::clone(&is_asked_to_end)).is_err() {

@@ -1,5 +1,5 @@
-//! The commands of the simulated MPS control daemon, with the exact answers of the real control daemon. The control
-//! daemon also logs every line of an answer.
+//! The commands of the simulated MPS control daemon, with the exact answers of the real control daemon. The control daemon also
+//! logs every line of an answer.
 
 use std::sync::Arc;
 use std::thread;
@@ -11,7 +11,6 @@ use super::{memory_limit, memory_text, percentage};
 use crate::state::Gpu;
 
 impl Daemon {
-    /// Carries out a command of a front end, and returns the output of the front end.
     pub(super) fn command(&'static self, line: &str, asker: Asker) -> String {
         self.log(&format!("Cmd:{line}"));
         let words: Vec<&str> = line.split_whitespace().collect();
@@ -156,15 +155,14 @@ impl Daemon {
         true
     }
 
-    /// Adds a line to the answer, and logs it.
     fn say(&'static self, answer: &mut String, line: &str) {
         self.log(line);
         *answer += line;
         *answer += "\n";
     }
 
-    /// The server with this PID. If the control daemon has no server with this PID, the answer says so, and the result
-    /// is None.
+    /// Returns the server with this PID. If no server has the PID, the function adds an error to the answer, and returns
+    /// `None`.
     fn named(&'static self, pid: &str, answer: &mut String) -> Option<Arc<Server>> {
         let pid: u32 = pid.parse().unwrap_or_default();
         let found = self.server().filter(|server| server.pid == pid);
@@ -178,8 +176,8 @@ impl Daemon {
         self.named(pid, answer)?.ask(&Order::Query)
     }
 
-    /// The ordinal of a device that a command names by an ordinal or a UUID. From 580 on the control daemon understands
-    /// a UUID too. Before 580, it accepts a UUID without a message, and ignores it.
+    /// Returns the ordinal of a device that a command names by an ordinal or a UUID. From version 580 on the control daemon
+    /// understands a UUID. Before 580 it accepts a UUID without a message, and ignores it.
     fn ordinal(&'static self, device: &str) -> Option<usize> {
         if self.version >= 580 && device.starts_with("GPU-") {
             return self.gpus.iter().position(|gpu| gpu.uuid() == device);
@@ -216,7 +214,6 @@ impl Daemon {
         }
     }
 
-    /// Adds the clients of a server to the answer.
     fn client_list(&'static self, server: &str, answer: &mut String) {
         let Some(status) = self.status_of(server, answer) else { return };
         if status.fault && self.host.fault("faulted-lists-none").is_some() {
@@ -273,9 +270,9 @@ impl Daemon {
         let client: u32 = client.parse().unwrap_or_default();
         let Some(status) = server.ask(&Order::Query) else { return };
         if status.clients.iter().any(|known| known.pid == client) {
-            // A client has to take part when the server ends the client's work. A client whose work a fault has ended
-            // takes part only when its process ends, and a stopped client only when it is continued. Until the client
-            // has taken part, the control daemon handles no other command.
+            // A client has to take part in the end of its work. A client that has lost its work to a fault takes part only when
+            // its process ends. A stopped client takes part only when it runs again. Until then the control daemon handles no
+            // other command.
             let _nothing_else = self.nothing_else();
             while alive(client) && server.ask(&Order::Query).is_some_and(|status| status.fault) {
                 thread::sleep(Duration::from_millis(10));
@@ -287,7 +284,7 @@ impl Daemon {
         self.say(answer, "1");
     }
 
-    /// Asks a server to end, and returns the number of the server's threads that prevent its end: two for each client.
+    /// Asks a server to end. Returns the number of the server's threads that prevent its end: two for each client.
     pub(super) fn try_shutdown(&'static self, server: &Server) -> usize {
         self.log(&format!("Try shutting down server {}, backoff is disabled", server.pid));
         let threads = server.ask(&Order::Shutdown).map_or(0, |status| status.clients.len() * 2);
@@ -298,9 +295,8 @@ impl Daemon {
         threads
     }
 
-    /// Carries out `quit`: ends the control daemon after its clients have ended. With a time limit and a client that
-    /// stays, the simulated control daemon acts like the control daemon of driver 580: it announces that it ends by
-    /// force, and then hangs for ever.
+    /// Carries out `quit`: the control daemon ends after its clients have ended. If a client is still there at the command's
+    /// time limit, the control daemon of driver 580 announces an end by force, and then hangs for ever.
     fn quit(&'static self, rest: &[&str]) {
         let limit = match rest {
             ["-t", seconds, ..] => seconds.parse().ok(),
@@ -327,7 +323,7 @@ impl Daemon {
     }
 }
 
-/// The PCI address of a GPU in the control daemon's spelling, such as `0000:00.06.00`.
+/// Formats a GPU's PCI address in the control daemon's spelling, such as `0000:00.06.00`.
 fn dotted(gpu: &Gpu) -> String {
     let pci = gpu.pci();
     format!("{:04x}:{:02x}.{:02x}.{:02x}", pci.domain, pci.bus, pci.device, pci.function)
@@ -339,7 +335,7 @@ fn hang() -> ! {
     }
 }
 
-/// The letter by which the kernel shows the state of a process. None if there is no such process.
+/// Returns the letter by which the kernel shows the state of a process. `None` if the process does not exist.
 fn process_state(pid: u32) -> Option<char> {
     crate::state::behind_name(pid)?.trim_start().chars().next()
 }

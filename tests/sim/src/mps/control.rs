@@ -18,10 +18,10 @@ use super::wire::{self, ClientHello, Event, Hello, Order, Report, Status};
 use super::{front_end, log_directory, pipe_directory};
 use crate::state::{Gpu, Host, visible};
 
-/// The environment variable that is set in the process which the option `-d` starts in the background.
+/// The option `-d` starts a process in the background, and sets this environment variable for the process.
 const BACKGROUND: &str = "YUNION_MPS_SIM_BACKGROUND";
 
-/// The line that the control daemon in the background writes to its stdout when it serves.
+/// The control daemon in the background writes this line to its stdout as soon as it serves.
 const SERVING: &str = "serving\n";
 
 /// CUDA's error `MPS client failed to connect to the MPS control daemon or the MPS server`.
@@ -42,7 +42,6 @@ enum Mode {
     Background,
 }
 
-/// Runs nvidia-cuda-mps-control with these arguments, and returns the exit status.
 pub fn run(arguments: &[String]) -> u8 {
     let host = match Host::from_env() {
         Ok(host) => host,
@@ -110,7 +109,7 @@ fn to_background(arguments: &[String]) -> io::Result<u8> {
         .env(BACKGROUND, "1")
         .stdin(Stdio::null())
         .stdout(Stdio::piped())
-        // The control daemon must not inherit standard error: a reader of that output would wait until the control
+        // The control daemon must not inherit this process's stderr. Otherwise a reader of stderr would wait until the control
         // daemon ends.
         .stderr(Stdio::piped())
         .spawn()?;
@@ -135,18 +134,15 @@ fn exit_code(child: &mut Child) -> u8 {
     code.and_then(|code| code.try_into().ok()).unwrap_or(1)
 }
 
-/// The settings with which the control daemon starts its next server.
 pub(super) struct Defaults {
     pub(super) percentage: f64,
-    /// The memory limits of the next server in bytes, by the ordinals of the GPUs.
+    /// The memory limits in bytes, by the ordinals of the GPUs.
     pub(super) limits: Vec<(usize, u64)>,
 }
 
-/// The state of the control daemon that this process runs.
 pub(super) struct Daemon {
     pub(super) host: Host,
     pub(super) version: u32,
-    /// The GPUs of the control daemon, by ordinal.
     pub(super) gpus: Vec<Gpu>,
     multiuser: bool,
     pipe: PathBuf,
@@ -155,19 +151,17 @@ pub(super) struct Daemon {
     defaults: Mutex<Defaults>,
     state: Mutex<State>,
     changed: Condvar,
-    /// The lock that the control daemon holds while it carries out an action during which it answers no program.
+    /// A thread locks `busy` for an action during which the control daemon answers no program.
     busy: Mutex<()>,
 }
 
 struct State {
     server: Option<Arc<Server>>,
     quitting: bool,
-    /// The exit status of the server that has ended last. The control daemon itself ends with the exit status of its
-    /// last server.
+    /// The exit status of the last server that has ended. The control daemon ends with the same exit status.
     exit_status: u8,
 }
 
-/// A server, as its control daemon knows it.
 pub(super) struct Server {
     pub(super) pid: u32,
     uid: u32,
@@ -182,17 +176,16 @@ impl Server {
         self.ready.load(Ordering::SeqCst)
     }
 
-    /// True if the server has no client.
     pub(super) fn idle(&self) -> bool {
         self.clients.load(Ordering::SeqCst) == 0
     }
 
-    /// Sends the server an order. If the server has ended, the order is lost.
+    /// Sends an order to the server. If the server has ended, the order is lost.
     pub(super) fn order(&self, order: &Order) {
         _ = wire::send(&self.channel, order);
     }
 
-    /// Sends the server an order, and returns its answer. None if the server has ended.
+    /// Sends an order to the server, and returns the server's answer. `None` if the server has ended.
     pub(super) fn ask(&self, order: &Order) -> Option<Status> {
         let answers = lock(&self.answers);
         wire::send(&self.channel, order).ok()?;
@@ -204,7 +197,7 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// The process that runs a front end: its user, as the kernel reports it, and the socket to which it has connected.
+/// A process that runs a front end. The kernel reports its user.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Asker {
     pub(super) uid: u32,
@@ -213,19 +206,18 @@ pub(super) struct Asker {
 }
 
 impl Asker {
-    /// True if the front end may change things that concern one server or one client.
+    /// True if the front end may give commands that change a server or a client.
     pub(super) fn may_change(self) -> bool {
         self.uid == rustix::process::geteuid().as_raw()
     }
 
-    /// True if the front end may change the defaults and end the control daemon.
+    /// True if the front end may change the defaults, and end the control daemon.
     pub(super) fn may_command(self) -> bool {
         self.may_change() && self.privileged
     }
 }
 
 impl Daemon {
-    /// Runs the control daemon until the `quit` command.
     fn serve(host: Host, multiuser: bool, background: bool) -> io::Result<u8> {
         if host.fault("start-exits").is_some() {
             return Ok(1);
@@ -246,9 +238,9 @@ impl Daemon {
         if host.fault("start-garbage").is_some() {
             io::stdout().write_all(b"\x00\xff\xfe garbage \x1b[2J\n[not a time Control] \xc3\n")?;
         }
-        // A front end of the control daemon's own user connects to the socket `control_privileged`, and may give any
-        // command. As in a real control daemon the socket `control_privileged` is made first, so that it exists once
-        // `control` exists.
+        // A front end of the control daemon's own user connects to `control_privileged`, and may give any command. Like a real
+        // control daemon, the program makes `control_privileged` before `control`. So a front end that finds `control` also
+        // finds `control_privileged`.
         let privileged = wire::listen(&pipe.join("control_privileged"))?;
         fs::set_permissions(pipe.join("control_privileged"), Permissions::from_mode(0o755))?;
         let control = wire::listen(&pipe.join("control"))?;
@@ -302,7 +294,6 @@ impl Daemon {
         lock(&self.defaults)
     }
 
-    /// The server of the control daemon that runs. None if no server runs.
     pub(super) fn server(&self) -> Option<Arc<Server>> {
         lock(&self.state).server.clone()
     }
@@ -327,8 +318,7 @@ impl Daemon {
                 self.user_interface(connection, Asker { uid, privileged });
             }
             Some((Hello::Client(hello), (pid, uid))) => {
-                // A real client connects more than once, and each connection causes the line about credentials in the
-                // log.
+                // A real client connects more than once, and each connection causes this line about credentials in the log.
                 self.log("User did not send valid credentials");
                 self.log("Accepting connection...");
                 self.admit(connection, pid, uid, hello);
@@ -340,8 +330,8 @@ impl Daemon {
     fn user_interface(&'static self, connection: &OwnedFd, asker: Asker) {
         self.log("NEW UI");
         while let Some(line) = wire::receive::<String>(connection) {
-            // Like a real control daemon, the simulated control daemon handles no further command after `quit` while it
-            // has a client.
+            // After `quit`, a control daemon that still has a client handles no further command. Real control daemons behave in
+            // the same way.
             let is_quitting = lock(&self.state).quitting;
             let answer = (!is_quitting).then(|| self.command(&line, asker));
             if wire::send(connection, &answer).is_err() {
@@ -351,7 +341,7 @@ impl Daemon {
         self.log("UI closed");
     }
 
-    /// Passes a client on to a server, as soon as there is a server for its user.
+    /// Passes a client on to a server, as soon as a server for the client's user runs.
     fn admit(&'static self, connection: &OwnedFd, pid: u32, uid: u32, hello: ClientHello) {
         let arrived = |end: &str| self.log(&format!("NEW CLIENT {pid} from user {uid}: {end}"));
         let (mut pending, mut started) = (false, false);
@@ -397,7 +387,6 @@ impl Daemon {
         }
     }
 
-    /// Starts a server for this user, unless the control daemon has a server.
     pub(super) fn start_server(&'static self, uid: u32) {
         let mut state = lock(&self.state);
         if state.server.is_none() {
@@ -445,7 +434,6 @@ impl Daemon {
         Ok((command.spawn()?, ours))
     }
 
-    /// Handles the reports that a server sends to the control daemon, until the server ends.
     fn follow(&self, server: &Server, child: &mut Child, answers: &Sender<Status>) {
         while let Some(report) = wire::receive(&server.channel) {
             match report {
@@ -459,7 +447,7 @@ impl Daemon {
         }
         let status = exit_code(child);
         self.note(|state| {
-            // When the line `Server ... exited` appears in the log, the server's process has ended.
+            // The server's process has already ended when this line appears in the log.
             self.log(&format!("Server {} exited with status {status}", server.pid));
             if self.version < 580 {
                 self.log("Removed Shm file at ");
@@ -469,14 +457,12 @@ impl Daemon {
         });
     }
 
-    /// Changes the state of the control daemon, and wakes all threads that wait for a change.
     fn note(&self, change: impl FnOnce(&mut State)) {
         change(&mut lock(&self.state));
         self.changed.notify_all();
     }
 
-    /// Waits until the server is in the wanted state. Returns false if the deadline comes before the server is in the
-    /// wanted state.
+    /// Waits until the server is in the wanted state. Returns false if the deadline comes first.
     pub(super) fn wait_until(
         &self,
         wanted: impl Fn(Option<&Server>) -> bool,
@@ -498,7 +484,7 @@ impl Daemon {
         self.note(|state| state.quitting = true);
     }
 
-    /// Ends the control daemon's process after the command `quit`, and removes two of the control daemon's files.
+    /// Ends the process after the command `quit`. Only two of the control daemon's files are removed.
     pub(super) fn exit(&self) -> ! {
         let status = lock(&self.state).exit_status;
         self.log(&format!("Exit with status {status}"));
@@ -520,9 +506,8 @@ fn make_directory(path: &Path) -> io::Result<()> {
     Ok(())
 }
 
-/// Opens control.log for the control daemon, and server.log for its servers. In the foreground the control daemon and
-/// its servers log to the control daemon's stdout. If the FIFO `log` in the pipe directory can't be made, nothing is
-/// logged.
+/// Opens `control.log` for the control daemon, and `server.log` for its servers. In the foreground both log to the control
+/// daemon's stdout. If the FIFO `log` in the pipe directory can't be made, all lines of the log are lost.
 fn logs(pipe: &Path, background: bool) -> io::Result<(Log, Option<File>)> {
     if pipe.join(FIFO).is_dir() {
         return Ok((Log::to(io::sink()), Some(File::options().write(true).open("/dev/null")?)));
@@ -536,7 +521,7 @@ fn logs(pipe: &Path, background: bool) -> io::Result<(Log, Option<File>)> {
     Ok((Log::to(open("control.log")?), Some(open("server.log")?)))
 }
 
-/// Makes the FIFO `log` in the pipe directory, and from version 555 on the PID file, which every user may write.
+/// Makes the FIFO `log` in the pipe directory, and from version 555 on the PID file. Every user may write both files.
 fn leave_files(pipe: &Path, version: u32) -> io::Result<()> {
     let fifo = pipe.join(FIFO);
     _ = fs::remove_file(&fifo);

@@ -1,4 +1,4 @@
-//! The simulated front end, which passes commands from stdin to the control daemon, and the control daemon's answers to
+//! The simulated front end. It passes commands from stdin to the control daemon, and the answers of the control daemon to
 //! stdout.
 
 use std::io::{self, BufRead, Write};
@@ -6,7 +6,7 @@ use std::io::{self, BufRead, Write};
 use super::wire::{self, Hello};
 use crate::state::Host;
 
-/// Runs the front end and returns its exit status, which only says whether a control daemon answered.
+/// Runs the front end. The returned exit status only says if a control daemon answered.
 pub(super) fn run(host: &Host) -> u8 {
     if host.fault("front-end-hangs").is_some() {
         loop {

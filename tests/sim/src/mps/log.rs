@@ -5,7 +5,6 @@ use std::io::Write;
 use std::sync::Mutex;
 use std::time::{SystemTime, UNIX_EPOCH};
 
-/// The log to which a control daemon or a server writes.
 pub(super) struct Log {
     out: Mutex<Box<dyn Write + Send>>,
 }
@@ -15,8 +14,8 @@ impl Log {
         Self { out: Mutex::new(Box::new(out)) }
     }
 
-    /// Writes a line of the log in one piece, since several processes share the file. If the log can't be written, the
-    /// line is lost, and the process goes on.
+    /// Writes the line with a single write, since several processes share the file. If the log can't be written, the line is
+    /// lost, and the process goes on.
     pub(super) fn line(&self, label: &str, pid: u32, text: &str) {
         let line = format!("[{} {label} {pid:>5}] {text}\n", time(now()));
         if let Ok(mut out) = self.out.lock() {
@@ -25,13 +24,13 @@ impl Log {
     }
 }
 
-/// The present time, in milliseconds since 1970.
+/// Returns milliseconds since 1970.
 fn now() -> u64 {
     let since = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
     since.as_millis().try_into().unwrap_or_default()
 }
 
-/// The text of a time in UTC, as the lines of the log begin with it.
+/// Formats milliseconds since 1970 as a time in UTC, for the beginning of a line of the log.
 fn time(milliseconds: u64) -> String {
     let seconds = milliseconds / 1000;
     let (mut day, mut year) = (seconds / 86400, 1970);

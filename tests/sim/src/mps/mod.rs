@@ -1,10 +1,9 @@
 //! MPS: the control daemon, its servers, and the CUDA programs that are clients of the servers.
 //!
-//! The control daemon listens in the pipe directory. A front end talks to the control daemon until the front end closes
-//! the connection. A client sends a hello to the control daemon, which passes the client's connection on to a server,
-//! so the connection breaks when the server dies. A server is a child of the control daemon. The stdin of the server is
-//! a channel to the control daemon, and the server dies when the channel breaks. All messages are packets of JSON
-//! (`wire`).
+//! The control daemon listens in the pipe directory. A front end sends commands to the control daemon until the front end
+//! closes the connection. A client sends a hello to the control daemon, which passes the client's connection on to a server. So
+//! the client's connection breaks when the server dies. A server is a child of the control daemon. The stdin of the server is a
+//! channel to the control daemon, and the server dies when the channel breaks. All messages are packets of JSON (`wire`).
 
 pub mod client;
 pub mod control;
@@ -17,14 +16,12 @@ mod wire;
 
 use std::path::PathBuf;
 
-/// The first word of a process's command line.
 pub fn command_of(pid: u32) -> Option<String> {
     let line = std::fs::read(format!("/proc/{pid}/cmdline")).ok()?;
     let word = line.split(|byte| *byte == 0).next()?;
     (!word.is_empty()).then(|| String::from_utf8_lossy(word).into_owned())
 }
 
-/// The pipe directory, in which the control daemon makes the sockets to which its clients connect.
 fn pipe_directory() -> PathBuf {
     std::env::var_os("CUDA_MPS_PIPE_DIRECTORY").map_or_else(|| "/tmp/nvidia-mps".into(), PathBuf::from)
 }
@@ -34,8 +31,8 @@ fn log_directory() -> PathBuf {
     std::env::var_os("CUDA_MPS_LOG_DIRECTORY").map_or_else(|| "/var/log/nvidia-mps".into(), PathBuf::from)
 }
 
-/// Parses a memory limit as the control daemon does, and returns bytes: digits, then `G` for GiB, or anything else for
-/// MiB. None if the text begins with no digit, or only with zeros.
+/// Parses a memory limit as the control daemon does, and returns bytes. The text has digits, and then `G` for GiB, or anything
+/// else for MiB. `None` if the text begins with no digit, or the number is 0.
 fn memory_limit(text: &str) -> Option<u64> {
     let digits = text.bytes().take_while(u8::is_ascii_digit).count();
     let (number, unit) = text.split_at_checked(digits)?;
@@ -43,13 +40,13 @@ fn memory_limit(text: &str) -> Option<u64> {
     number.parse::<u64>().ok()?.checked_mul(mib * 1024 * 1024).filter(|limit| *limit > 0)
 }
 
-/// The text of a memory limit in the control daemon's spelling: whole GiB from 1 GiB on, and MiB below.
+/// Formats a memory limit as the control daemon does: in whole GiB from 1 GiB on, and in MiB below.
 fn memory_text(bytes: u64) -> String {
     let mib = bytes >> 20;
     if mib >= 1024 { format!("{}G", mib / 1024) } else { format!("{mib}M") }
 }
 
-/// Parses a percentage. None if the control daemon does not allow the value.
+/// `None` if the control daemon does not accept the percentage.
 fn percentage(text: &str) -> Option<f64> {
     text.parse().ok().filter(|percentage| *percentage > 0.0 && *percentage <= 100.0)
 }

@@ -1,5 +1,5 @@
-//! A simulated MPS server, which opens its GPUs, takes clients, applies the limits of the clients, and passes a fault
-//! of one client on to all clients.
+//! The simulated MPS server. It opens its GPUs, takes clients, applies the limits of the clients, and lets a fault of one
+//! client hit all clients on the same GPU.
 
 use std::io;
 use std::os::fd::{AsFd, OwnedFd};
@@ -15,26 +15,25 @@ use super::{client, command_of, memory_limit, percentage};
 use crate::memory_limits;
 use crate::state::{Gpu, Host, Kind, visible};
 
-/// The memory in MiB that a server holds on each of its GPUs, and that a client holds on its GPU before the client
-/// allocates any memory.
+/// The memory in MiB that a server takes on each of its GPUs, and the memory that a client takes on its GPU before it allocates
+/// any.
 const SERVER_MIB: u64 = 66;
 const CLIENT_MIB: u64 = 580;
 
-/// The number of steps for ending a client's work. The server waits for the client in each step, so a client that runs
-/// only for moments at a time passes few steps each time.
+/// The server ends a client's work in this many steps, and waits for the client in each step. A client that runs only for
+/// moments at a time finishes few steps in each moment.
 const STEPS: u32 = 20;
 
-/// The interval at which a server that waits checks if its control daemon has ended.
+/// A waiting server checks at this interval if its control daemon has ended.
 const LOOK: Duration = Duration::from_millis(10);
 
 struct Server {
     host: Host,
-    /// The GPUs of the server, by ordinal.
     gpus: Vec<Gpu>,
     channel: OwnedFd,
     log: Log,
     state: Mutex<State>,
-    /// The condition variable that is notified when a client has taken part in a step of its end, or has ended.
+    /// Notified when a client has taken part in a step of its end, or has ended.
     taken_part: Condvar,
 }
 
@@ -44,10 +43,10 @@ struct State {
     limits: Vec<(usize, u64)>,
     clients: Vec<Client>,
     last_id: u32,
-    /// For each GPU by its ordinal: true if the server has a context on this GPU.
+    /// True for each GPU on which the server has a context, by the ordinal of the GPU.
     contexts: Vec<bool>,
-    /// The client that the next line `Received new client request` in the log names. As on a real host, such a line
-    /// names the client before the new one.
+    /// The next log line `Received new client request` names this client. As on a real host, the line names the previous client
+    /// instead of the new client.
     last_request: String,
 }
 
@@ -55,11 +54,10 @@ struct State {
 struct Client {
     pid: u32,
     id: u32,
-    /// The server's ordinal of the client's GPU.
+    /// The position of the client's GPU in the server's list of GPUs.
     ordinal: usize,
     connection: Arc<OwnedFd>,
     allocated_mib: u64,
-    /// True if the client is in the middle of a long kernel.
     long_kernel: bool,
     terminated: bool,
     faulted: bool,
@@ -67,13 +65,12 @@ struct Client {
     steps: u32,
 }
 
-/// Runs nvidia-cuda-mps-server, with the channel to its control daemon as stdin, and returns the exit status.
+/// Runs `nvidia-cuda-mps-server`, and returns the exit status. The stdin of the process is the channel to the control daemon.
 pub fn run() -> u8 {
     start().map_or(1, Server::follow_orders)
 }
 
-/// Opens the GPUs of the server. If the server can't open one of its GPUs, it ends without a message, as was recorded
-/// from a real server.
+/// Opens the GPUs of the server. Like a real server, the process ends without a message if it can't open one of the GPUs.
 fn start() -> Option<&'static Server> {
     let host = Host::from_env().ok()?;
     let channel = io::stdin().as_fd().try_clone_to_owned().ok()?;
@@ -164,8 +161,8 @@ impl Server {
         self.log.line("Server", std::process::id(), text);
     }
 
-    /// Logs a memory limit. On GPUs below compute capability 7.0, where a memory limit has no effect, no real server
-    /// was seen to log the line about it.
+    /// Logs a memory limit. On GPUs below compute capability 7.0 a memory limit has no effect, and recordings of real servers
+    /// lack this line.
     fn log_limit(&self, ordinal: usize, bytes: u64) {
         if self.gpus.get(ordinal).is_some_and(Gpu::enforces_limits) {
             self.log(&format!("Device pinned memory limit for device {ordinal} set to {bytes:#x} bytes"));
@@ -173,7 +170,7 @@ impl Server {
     }
 
     fn report(&self, report: &Report) {
-        // If the control daemon has ended, the report to it is lost, and the server ends in a moment.
+        // If the control daemon has ended, the report is lost, and the server soon ends, too.
         _ = wire::send(&self.channel, report);
     }
 
@@ -254,7 +251,6 @@ impl Server {
         }));
     }
 
-    /// Takes a client, and serves it until the client has ended.
     fn serve(&self, connection: &Arc<OwnedFd>, pid: u32, hello: &ClientHello) {
         match self.welcome(connection, pid, hello) {
             Ok(id) => {
@@ -268,8 +264,8 @@ impl Server {
         self.report(&Report::Gone);
     }
 
-    /// Accepts a client and returns its number on this server, or returns the CUDA error with which the client is
-    /// refused.
+    /// Accepts a client. Returns the client's number on this server, or the CUDA error with which the server refuses the
+    /// client.
     fn welcome(&self, connection: &Arc<OwnedFd>, pid: u32, hello: &ClientHello) -> Result<u32, u32> {
         let mut state = self.state();
         if state.clients.iter().any(|client| client.faulted) {
@@ -315,9 +311,8 @@ impl Server {
         Ok(id)
     }
 
-    /// The server's ordinals of the GPUs that a client sees, in the client's order. The client's environment decides
-    /// the order. If the client's environment decides nothing, the order is by PCI address, no matter in which order
-    /// the control daemon has the GPUs.
+    /// Returns the ordinals of the GPUs that a client sees, in the client's order. `CUDA_VISIBLE_DEVICES` of the client decides
+    /// the order. Without this variable the order is by PCI address, no matter in which order the control daemon has the GPUs.
     fn seen(&self, hello: &ClientHello) -> Vec<usize> {
         let mut in_order = self.gpus.clone();
         in_order.sort_unstable_by_key(|gpu| gpu.index);
@@ -325,8 +320,8 @@ impl Server {
         seen.filter_map(|gpu| self.gpus.iter().position(|own| *own == gpu)).collect()
     }
 
-    /// The properties of a GPU as a client sees it. As measured on real GPUs, a memory limit belongs to the ordinal of
-    /// the GPU in the client (`place`), not to the ordinal in the server.
+    /// Returns the properties of a GPU as a client sees them. Measurements on real GPUs show that a memory limit belongs to the
+    /// ordinal of the GPU in the client (`place`), not to the ordinal in the server.
     fn device(
         &self,
         state: &State,
@@ -356,7 +351,6 @@ impl Server {
         Some(client::device(gpu, sms, most.saturating_sub(client::context_mib(sms))))
     }
 
-    /// Makes the server's context on a GPU, if the server has none on this GPU.
     fn open(&self, state: &mut State, ordinal: usize) {
         if let (Some(open), Some(gpu)) = (state.contexts.get_mut(ordinal), self.gpus.get(ordinal))
             && !std::mem::replace(open, true)
@@ -391,8 +385,8 @@ impl Server {
         }
     }
 
-    /// Ends a client's work with the client's help. If the client is stopped, frozen or held by a debugger, the server
-    /// waits for the client, and the control daemon waits for the server.
+    /// Ends a client's work with the client's help. If the client is stopped, frozen or held by a debugger, the server waits
+    /// for the client, and the control daemon waits for the server.
     fn terminate(&self, pid: u32) -> bool {
         let mut state = self.state();
         for _ in 0..STEPS {
@@ -416,7 +410,7 @@ impl Server {
         let hit: Vec<&mut Client> =
             state.clients.iter_mut().filter(|client| client.ordinal == ordinal).collect();
         let Some(first) = hit.first().map(|client| client.pid) else { return };
-        // The log names the oldest client first, whichever client caused the fault.
+        // The log names the oldest client first, even if another client caused the fault.
         self.log(&format!("Client {{PID: {first}, Context: 1}} encountered a fatal GPU error."));
         self.log("Server is handling a fatal GPU error.");
         for client in &hit {
@@ -445,8 +439,8 @@ impl Server {
         }
     }
 
-    /// Removes a client that has ended. If the client's CUDA kernel still ran, the end of the client is a fault. When
-    /// the last client that a fault has hit is removed, the fault is over.
+    /// Removes a client that has ended. If a kernel of the client still ran, its end is a fault. The fault is over when the
+    /// last client that it has hit is removed.
     fn part_with(&self, id: u32) {
         let mut state = self.state();
         let Some(place) = state.clients.iter().position(|client| client.id == id) else { return };
@@ -480,7 +474,7 @@ impl Server {
     }
 }
 
-/// The memory limit in bytes that a client sets for one of its devices in its own environment: `0=2G,1=3G` or
+/// Returns the memory limit in bytes that a client sets for one of its devices in its own environment, such as `0=2G,1=3G` or
 /// `GPU-...=4G`.
 fn own_limit(hello: &ClientHello, place: usize, uuid: &str) -> Option<u64> {
     let limits = hello.memory_limits.as_deref()?.split(',').filter_map(|limit| limit.trim().split_once('='));
@@ -488,7 +482,6 @@ fn own_limit(hello: &ClientHello, place: usize, uuid: &str) -> Option<u64> {
     memory_limit(own.next()?.1)
 }
 
-/// The inode of a process's PID namespace.
 fn namespace(pid: u32) -> String {
     let link = std::fs::read_link(format!("/proc/{pid}/ns/pid")).unwrap_or_default();
     link.to_string_lossy().trim_start_matches("pid:[").trim_end_matches(']').to_owned()

@@ -1,4 +1,4 @@
-//! The messages between the programs of the simulated MPS: packets of JSON over `SOCK_SEQPACKET`, sometimes with a
+//! The messages between the programs of the simulated MPS: packets of JSON over `SOCK_SEQPACKET` sockets. A packet can have a
 //! connection attached.
 
 use std::io::{self, IoSlice, IoSliceMut};
@@ -16,10 +16,9 @@ use serde::{Deserialize, Serialize};
 /// The first packet that a program sends to a control daemon.
 #[derive(Debug, Serialize, Deserialize)]
 pub(super) enum Hello {
-    /// A front end. The commands of the front end follow the hello, one per packet. The control daemon answers each
-    /// command of the front end by one packet of text.
+    /// A front end. After the hello the front end sends one command per packet. The control daemon answers each command with
+    /// one packet of text.
     FrontEnd,
-    /// A CUDA program that wants to be a client.
     Client(ClientHello),
 }
 
@@ -38,14 +37,14 @@ pub(super) enum Order {
         percentage: f64,
         limits: Vec<(usize, u64)>,
     },
-    /// Take a client, whose connection is attached to the packet.
+    /// Take a client. The connection of the client is attached to the packet.
     Client {
         pid: u32,
         hello: ClientHello,
     },
     SetPercentage(f64),
     SetLimit(usize, Option<u64>),
-    /// Report the status: the server answers `Query` and the next three orders by a [`Report::Status`].
+    /// Report the status. The server answers this order and the next three orders with a [`Report::Status`].
     Query,
     DeviceQuery,
     Terminate(u32),
@@ -59,19 +58,18 @@ pub(super) enum Order {
 #[derive(Debug, Serialize, Deserialize)]
 pub(super) enum Report {
     Ready,
-    /// A client has ended, or the server has refused it.
+    /// A client has ended, or the server has refused a client.
     Gone,
     Status(Status),
 }
 
-/// The status that a server reports.
 #[derive(Debug, Serialize, Deserialize)]
 pub(super) struct Status {
     pub(super) fault: bool,
     pub(super) percentage: f64,
     pub(super) limits: Vec<(usize, u64)>,
     pub(super) clients: Vec<ClientStatus>,
-    /// True if the server had the client whose work it was ordered to terminate.
+    /// True if the server had the client whose work the control daemon has told it to end.
     pub(super) done: bool,
 }
 
@@ -80,7 +78,7 @@ pub(super) struct ClientStatus {
     pub(super) pid: u32,
     /// The client's number on its server.
     pub(super) id: u32,
-    /// The client's device: its ordinal in the server, and in the next fields its UUID and its name.
+    /// The client's GPU: its ordinal in the server, and in the next two fields its UUID and its name.
     pub(super) ordinal: usize,
     pub(super) uuid: String,
     pub(super) name: String,
@@ -88,14 +86,13 @@ pub(super) struct ClientStatus {
     pub(super) command: String,
 }
 
-/// A message to a client from a server, or from a control daemon without a server.
+/// A message to a client, from a server or from a control daemon that has no server.
 #[derive(Debug, Serialize, Deserialize)]
 pub(super) enum Event {
     Welcome(Vec<Device>),
-    /// Asks the client to take part in a step by which the server ends the client's work. The client has to answer with
-    /// [`Request::TakePart`].
+    /// Asks the client to take part in a step of the end of its work. The client has to answer with [`Request::TakePart`].
     TakePart,
-    /// A CUDA error, after which the client can do nothing more.
+    /// A CUDA error. The client can do nothing more after the error.
     Error(u32),
 }
 
@@ -118,7 +115,7 @@ pub(super) enum Request {
 #[derive(Debug, Serialize, Deserialize)]
 pub(super) struct Device {
     pub(super) name: String,
-    /// The PCI bus and device number of the device, such as `00:06`.
+    /// The PCI bus and device number, such as `00:06`.
     pub(super) pci: String,
     pub(super) capability: String,
     pub(super) sms: u32,
@@ -131,14 +128,13 @@ fn socket() -> io::Result<OwnedFd> {
     Ok(rustix::net::socket_with(family, kind, SocketFlags::CLOEXEC, None)?)
 }
 
-/// Connects to the socket at this path.
 pub(super) fn connect(path: &Path) -> io::Result<OwnedFd> {
     let socket = socket()?;
     rustix::net::connect(&socket, &SocketAddrUnix::new(path)?)?;
     Ok(socket)
 }
 
-/// Listens at this path, and replaces the socket that a dead control daemon has left there.
+/// Listens at this path. Replaces the socket of a former control daemon that did not remove it.
 pub(super) fn listen(path: &Path) -> io::Result<OwnedFd> {
     let socket = socket()?;
     match std::fs::remove_file(path) {
@@ -150,7 +146,6 @@ pub(super) fn listen(path: &Path) -> io::Result<OwnedFd> {
     Ok(socket)
 }
 
-/// Makes the two ends of a channel between two processes.
 pub(super) fn pair() -> io::Result<(OwnedFd, OwnedFd)> {
     let (family, kind) = (AddressFamily::UNIX, SocketType::SEQPACKET);
     Ok(rustix::net::socketpair(family, kind, SocketFlags::CLOEXEC, None)?)
@@ -160,7 +155,6 @@ pub(super) fn send(socket: impl AsFd, message: &impl Serialize) -> io::Result<()
     send_with(socket, message, None)
 }
 
-/// Sends a packet, and attaches a connection to the packet if the caller gives one.
 pub(super) fn send_with(
     socket: impl AsFd,
     message: &impl Serialize,
@@ -177,12 +171,11 @@ pub(super) fn send_with(
     Ok(())
 }
 
-/// The next packet. None if the other end has closed the connection, or if the packet can't be read.
+/// Receives the next packet. `None` if the other end has closed the connection, or the packet can't be read.
 pub(super) fn receive<T: DeserializeOwned>(socket: impl AsFd) -> Option<T> {
     Some(receive_with(socket)?.0)
 }
 
-/// The next packet, and the connection that is attached to the packet.
 pub(super) fn receive_with<T: DeserializeOwned>(socket: impl AsFd) -> Option<(T, Option<OwnedFd>)> {
     let mut packet = vec![0; 256 * 1024];
     let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
@@ -200,14 +193,14 @@ pub(super) fn receive_with<T: DeserializeOwned>(socket: impl AsFd) -> Option<(T,
     Some((message, attached))
 }
 
-/// Closes this end of a connection for sending, and waits until the other end has closed it too.
+/// Closes this end of a connection for sending, and waits until the other end has closed the connection, too.
 pub(super) fn part(socket: impl AsFd) {
     if rustix::net::shutdown(&socket, rustix::net::Shutdown::Write).is_ok() {
         while receive::<serde_json::Value>(&socket).is_some() {}
     }
 }
 
-/// The PID and the user of the process at the other end of a connection.
+/// Returns the PID and the user of the process at the other end of a connection.
 pub(super) fn peer(socket: impl AsFd) -> Option<(u32, u32)> {
     let credentials = rustix::net::sockopt::socket_peercred(socket).ok()?;
     Some((credentials.pid.as_raw_nonzero().get().try_into().ok()?, credentials.uid.as_raw()))

@@ -1,4 +1,4 @@
-//! The facts of NVML about a GPU.
+//! The facts that NVML reports about a GPU.
 
 use nvml_calls::processes::{NotListed, with_context};
 use nvml_wrapper::Device;
@@ -10,38 +10,31 @@ use crate::host::compute_mode::ComputeMode;
 use crate::host::proc;
 use crate::problem::Problem;
 
-/// The facts that NVML reports about a GPU. A value that NVML can't read is None, and the other values are still there.
+/// A fact that NVML can't read is None, and does not prevent the reading of other facts.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct NvmlFacts {
-    /// The GPU's UUID, `GPU-` and 36 characters.
     pub uuid: String,
-    /// NVML's name, such as `NVIDIA H200`.
     pub name: String,
-    /// The GPU's index in NVML's list, which nvidia-smi shows.
     pub index: u32,
     /// The number N in the name `/dev/nvidiaN` of the GPU's device.
     pub minor: Option<u32>,
-    /// The memory in MiB, including the part that the driver reserves. None if NVML reports `[N/A]`, as on GPUs with unified
-    /// memory.
+    /// Includes the part that the driver reserves. None if NVML does not report the memory, as on GPUs with unified memory.
     pub memory_total_mib: Option<u64>,
-    /// The compute capability, major and minor.
     pub compute_capability: Option<(u32, u32)>,
     pub state: GpuState,
 }
 
-/// The state of a GPU at the moment when it was read. Only the plan uses the state: the state is soon outdated, so it must not be
-/// shown.
+/// The state of a GPU when NVML was asked. Only the plan uses it. The state is soon outdated, so the service does not publish
+/// it.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct GpuState {
     pub compute_mode: Option<ComputeMode>,
     pub mig_enabled: bool,
-    /// The processes that prevent the start of an MPS server, with PID and command: they have a context on the GPU, they are no
-    /// MPS clients, and there is no server yet.
+    /// The PIDs and names of the processes without MPS that prevent the start of an MPS server. Empty if a server already runs.
     pub foreign_processes: Vec<(u32, String)>,
 }
 
 impl NvmlFacts {
-    /// Asks NVML for the facts about a GPU. An error if the whole GPU is lost.
     pub(super) fn read(device: &Device<'_>, index: u32, process_record: usize) -> Result<Self, Problem> {
         let uuid = device.uuid().map_err(|error| match error {
             error if is_gone(&error) => words(&error),
@@ -68,7 +61,7 @@ pub(super) fn numbers(capability: &CudaComputeCapability) -> Option<(u32, u32)> 
     Some((u32::try_from(capability.major).ok()?, u32::try_from(capability.minor).ok()?))
 }
 
-/// Returns the value. None if NVML can't read this value. An error if the whole GPU is lost. `what` names the value in the log.
+/// None if NVML can't read this value. Fails if the GPU is lost. `what` names the value in the log.
 fn known<T>(what: &str, value: Result<T, NvmlError>) -> Result<Option<T>, Problem> {
     match value {
         Ok(value) => Ok(Some(value)),
@@ -80,14 +73,15 @@ fn known<T>(what: &str, value: Result<T, NvmlError>) -> Result<Option<T>, Proble
     }
 }
 
-/// The processes that prevent the start of an MPS server. Empty if the processes can't be listed: a server that can't start
-/// says so itself.
+/// The processes without MPS that prevent the start of an MPS server. Empty if NVML does not list the processes: a server that
+/// can't start reports the reason itself.
 fn foreign_processes(device: &Device<'_>, process_record: usize) -> Result<Vec<(u32, String)>, Problem> {
     let foreign = || {
         let mut foreign = contexts(device, process_record)?.foreign(proc::name);
         if !foreign.is_empty() {
-            // A client that has ended after NVML listed all processes, and before NVML listed the clients, is only in the first
-            // list, and would count as a foreign process.
+            // NVML lists all processes first, and the clients afterwards. A client that ends between these two calls is only in
+            // the first list, and seems to be a process without MPS. So NVML is asked again, and only processes that still run
+            // count.
             let still = list(|| with_context(device, process_record))?;
             foreign.retain(|(pid, _)| still.contains_key(pid));
         }

@@ -1,5 +1,4 @@
-//! The memory limits of control groups on GPUs. The service sets memory limits and reads them back, and removes only limits that
-//! it has set itself.
+//! Sets and removes the memory limits of control groups on GPUs. The service removes only limits that it has set itself.
 
 use mps_core::bindings::ControlGroup;
 use mps_core::kernel_limits::{LimitGoal, LimitOutcome};
@@ -10,7 +9,6 @@ use super::{Driver, MIB, words};
 use crate::host::control_groups;
 
 impl Driver {
-    /// Sets or removes a control group's memory limit on the GPU with this UUID.
     pub fn pursue_memory_limit(&self, uuid: &str, group: &ControlGroup, goal: &LimitGoal) -> LimitOutcome {
         if control_groups::find(&group.path).ok().as_ref() != Some(group) {
             // The kernel removes the limit of a control group together with the control group.
@@ -34,8 +32,8 @@ impl Driver {
         }
     }
 
-    /// Sets a control group's memory limit. The limit is set even if the same value is read: a control group without its own
-    /// limit shows the limit of its nearest ancestor.
+    /// Sets a control group's memory limit. The limit is set even if NVML already reports the same value: for a control group
+    /// without its own limit, NVML reports the limit of the nearest ancestor.
     fn hold(&self, uuid: &str, group: &ControlGroup, mib: u64) -> Result<LimitOutcome, NvmlError> {
         let (device, directory) = (self.nvml.device_by_uuid(uuid)?, control_groups::directory(&group.path));
         let wanted = mib.saturating_mul(MIB);
@@ -55,9 +53,9 @@ impl Driver {
         })
     }
 
-    /// The reason why the memory limit does not count all memory of the processes in a control group, in words. None if the
-    /// memory limit counts all memory. Without the dmem controller the driver does not count memory that was allocated before the
-    /// limit was set.
+    /// The reason, in words, why the limit does not cover all memory of the processes in a control group. Without the kernel's
+    /// dmem controller, the driver does not count memory that a process allocated before the limit was set. None if the limit
+    /// covers all memory.
     fn uncounted(&self, uuid: &str, group: &ControlGroup, counted: u64) -> Option<String> {
         if control_groups::directory(&group.path).join("dmem.max").exists() {
             return None;

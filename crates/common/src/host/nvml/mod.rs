@@ -1,4 +1,4 @@
-//! NVIDIA's driver, asked through NVML. Only the modules in this folder use the crate `nvml_wrapper`. All errors are in words for
+//! Asks NVIDIA's driver through NVML. Only the modules in this folder use the crate `nvml_wrapper`. Every error is in words for
 //! an administrator.
 
 use std::collections::{BTreeMap, BTreeSet};
@@ -37,29 +37,27 @@ use facts::{NvmlFacts, numbers};
 pub use told::GpuQuestions;
 pub(super) use told::ToldByNvml;
 
-/// The name of the library that every driver installs. The name without a number comes only with development packages.
+/// The library's name in every driver package. Only development packages have the name without the number.
 const LIBRARY: &str = "libnvidia-ml.so.1";
 
 const MIB: u64 = 1 << 20;
 
-/// The number of tries for a list of processes that grows while it is copied.
 const TRIES: u32 = 5;
 
-/// The longest time of one call of NVML that waits for a critical error. The calls that wait for critical errors have a thread of
-/// their own, so no other task waits for these calls.
+/// The longest time of one NVML call that waits for critical errors. These calls run on a thread of their own, so nothing else
+/// waits for them.
 const XID_WAIT_MS: u32 = 60_000;
 
-/// NVIDIA's driver, with NVML's loaded library. The library stays valid while processes and compute modes change. After the
-/// driver is reloaded, the library has to be opened again.
+/// NVIDIA's driver, with NVML's loaded library. After a reload of the driver, the library has to be opened again.
 #[derive(Debug)]
 pub struct Driver {
     nvml: Nvml,
-    /// The length in bytes of a process's record in the lists of the driver.
+    /// In bytes: the length of a process's record in the lists that NVML writes.
     process_record: usize,
 }
 
 impl Driver {
-    /// Loads the library of this host's driver. If the library is missing, files below the sysroot may give the reason.
+    /// Loads the library of this host's driver. If the library is missing, the files below `sysroot` may give the reason.
     pub fn open(sysroot: &Path) -> Result<Self, Problem> {
         let nvml = Nvml::builder().lib_path(OsStr::new(LIBRARY)).init();
         let nvml = nvml.map_err(|error| why_not_open(&error, sysroot))?;
@@ -69,29 +67,28 @@ impl Driver {
             let found = format!("{LIBRARY} is not NVIDIA's library: the function nvmlShutdown is missing");
             return Err(Problem::new(found, "reinstall the driver"));
         }
-        // If the driver's version is not known, the driver is assumed to write records of the usual length.
+        // If the driver's version is unknown, `process_record` returns the usual length.
         let version = nvml.sys_driver_version().unwrap_or_default();
         Ok(Self { nvml, process_record: driver::process_record(&version) })
     }
 
-    /// The driver's version, `580.159.04`.
     pub fn version(&self) -> Result<String, Problem> {
         read("the driver's version", self.nvml.sys_driver_version())
     }
 
-    /// The CUDA version of the driver, 13000 for 13.0.
+    /// The CUDA version of the driver as a number, such as 13000 for 13.0.
     pub fn cuda_version(&self) -> Result<u32, Problem> {
         let version = read("the CUDA version", self.nvml.sys_cuda_driver_version())?;
         u32::try_from(version)
             .map_err(|_| format!("NVML reports the impossible CUDA version {version}").into())
     }
 
-    /// The number of GPUs that NVML lists, including lost GPUs.
+    /// The number of GPUs that NVML lists. Lost GPUs count too.
     pub(super) fn count(&self) -> Result<u32, Problem> {
         self.nvml.device_count().map_err(|error| words(&error).prefixed("the driver can't list its GPUs"))
     }
 
-    /// Returns true if NVML says that the driver does not work any more and has to be opened again.
+    /// True if NVML reports that the driver does not work any more, so that the library has to be opened again.
     pub fn is_unusable(&self) -> bool {
         matches!(
             self.nvml.device_count(),
@@ -99,15 +96,14 @@ impl Driver {
         )
     }
 
-    /// The GPU with this index in NVML's list. An error if NVML does not report the GPU's address: in that case
-    /// [`Driver::facts_at`] gives the reason for each address.
+    /// The GPU with this index in NVML's list. Fails if NVML does not report the GPU's address. Then [`Driver::facts_at`] finds
+    /// the reason for each address that is on the bus.
     fn listed(&self, index: u32) -> Result<Gpu, Problem> {
         let device = self.nvml.device_by_index(index).map_err(|error| words(&error));
         let listed = device.and_then(|device| listed_as(&device, index, self.process_record));
         listed.inspect_err(|reason| tracing::debug!(index, "NVML does not list the GPU: {reason}"))
     }
 
-    /// The facts that NVML reports about the GPU at this address.
     fn facts_at(&self, address: PciAddress) -> Result<NvmlFacts, Problem> {
         let device = self.nvml.device_by_pci_bus_id(address.to_string()).map_err(|error| match error {
             NvmlError::NotFound | NvmlError::InvalidArg => {
@@ -124,12 +120,11 @@ impl Driver {
         read("the compute mode", self.device(uuid)?.compute_mode()).map(ours)
     }
 
-    /// Returns whether the driver keeps the GPU's state, including its compute mode, while no program uses the GPU.
+    /// True if the driver preserves the GPU's state, including its compute mode, while no program uses the GPU.
     pub fn persistence_mode(&self, uuid: &str) -> Result<bool, Problem> {
         read("the persistence mode", self.device(uuid)?.is_in_persistent_mode())
     }
 
-    /// Sets the compute mode of a GPU, and reads the mode back to verify it.
     pub fn set_compute_mode(&self, uuid: &str, mode: ComputeMode) -> Result<(), Problem> {
         self.device(uuid)?.set_compute_mode(nvmls(mode)).map_err(|error| match error {
             NvmlError::NoPermission => {
@@ -147,15 +142,13 @@ impl Driver {
         }
     }
 
-    /// The processes with a context on the GPU with this UUID, by PID. MPS servers and clients are included.
+    /// The processes with a context on the GPU with this UUID. MPS servers and clients are included.
     pub fn processes(&self, uuid: &str) -> Result<Vec<GpuProcess>, Problem> {
         Ok(self.contexts(uuid)?.processes(proc::name))
     }
 
-    /// The PIDs of the MPS clients on the GPU with this UUID.
-    ///
-    /// # Errors
-    /// NVML does not list the clients, as before Volta: an empty list would have no meaning.
+    /// The PIDs of the MPS clients on the GPU with this UUID. Fails if NVML does not list the clients, as before Volta: an
+    /// empty set would mean that there are no clients.
     pub fn mps_clients(&self, uuid: &str) -> Result<BTreeSet<u32>, Problem> {
         let unlisted = || format!("NVML does not list the clients of GPU {uuid}").into();
         self.contexts(uuid)?.clients().ok_or_else(unlisted)
@@ -166,8 +159,8 @@ impl Driver {
             .map_err(|why| why_not_listed(&why).prefixed("the GPU's processes can't be listed"))
     }
 
-    /// Waits for critical errors of the GPUs, and calls `seen` for each error, with the GPU's UUID. Returns when `seen` returns
-    /// false. An error if no GPU can report critical errors, or if the GPUs can't report them any longer.
+    /// Waits for critical errors of the GPUs, and calls `seen` for each error with the GPU's UUID. Returns when `seen` returns
+    /// false. Fails if no GPU can report critical errors, or if NVML reports no errors any longer.
     pub fn watch_xids(&self, mut seen: impl FnMut(&str, CriticalError) -> bool) -> Result<(), Problem> {
         let (events, uuids) = self.xid_events()?;
         loop {
@@ -181,8 +174,8 @@ impl Driver {
                 Some(XidError::Unknown) => 999,
                 None => continue,
             };
-            // NVML may not know the UUID of a GPU that has fallen off the bus. An error whose GPU is not known is reported for
-            // every GPU that does not answer.
+            // NVML may not know the UUID of a GPU that has fallen off the bus. An error without a UUID is reported for every
+            // GPU that does not answer.
             let met = event.device.uuid().map_or_else(
                 |_| uuids.iter().filter(|uuid| self.device(uuid).is_err()).cloned().collect(),
                 |uuid| vec![uuid],
@@ -194,8 +187,8 @@ impl Driver {
         }
     }
 
-    /// Makes an event set for the critical errors of all GPUs that can report them. Also returns the UUIDs of the GPUs in the
-    /// event set. If NVML refuses a GPU, the event set is lost, so another set is made without that GPU.
+    /// Makes an event set for the critical errors of all GPUs that can report them, and returns it with the UUIDs of these
+    /// GPUs. If NVML refuses a GPU, the wrapper destroys the event set. So the loop makes a new set without that GPU.
     fn xid_events(&self) -> Result<(EventSet<'_>, Vec<String>), Problem> {
         let mut gpus: Vec<u32> = (0..self.nvml.device_count().map_err(|error| words(&error))?).collect();
         'without_refused: loop {
@@ -234,20 +227,19 @@ impl Driver {
     }
 }
 
-/// Returns whether the driver asks for a reset of the GPU or a reboot of the host. None with older drivers, and for a GPU that
-/// does not answer.
+/// True if the driver asks for a reset of the GPU or a reboot of the host. None with older drivers, and for a GPU that does not
+/// answer.
 fn asks_reset(device: &Device<'_>) -> Option<bool> {
     let values = device.field_values_for(&[FieldId(NVML_FI_DEV_GET_GPU_RECOVERY_ACTION)]).ok()?;
     match values.into_iter().next()?.ok()?.value.ok()? {
-        // A reset of the GPU, a reboot of the host, and a reset once the programs on the GPU have ended.
+        // 1 is a reset of the GPU, 2 a reboot of the host, and 4 a reset after the programs on the GPU have ended.
         SampleValue::U32(1 | 2 | 4) => Some(true),
-        // Nothing, and the end of the programs that use several GPUs together.
+        // 0 is no action, and 3 is the end of the programs that use several GPUs together.
         SampleValue::U32(0 | 3) => Some(false),
         _ => None,
     }
 }
 
-/// The facts of a GPU that NVML lists with this index. An error if NVML does not report the GPU's address.
 fn listed_as(device: &Device<'_>, index: u32, process_record: usize) -> Result<Gpu, Problem> {
     let pci = device.pci_info().map_err(|error| words(&error))?;
     let bad = |()| format!("{:?}: not a PCI address like 0000:00:06.0 or 00:06.0", pci.bus_id);
@@ -270,8 +262,8 @@ fn is_gone(error: &NvmlError) -> bool {
 fn contexts(device: &Device<'_>, process_record: usize) -> Result<Contexts, NotListed> {
     let compute = list(|| with_context(device, process_record))?;
     let capability = device.cuda_compute_capability().ok().and_then(|known| numbers(&known));
-    // NVML lists no MPS clients for GPUs without the property `NVML_LISTS_CLIENTS`. `None` says that NVML does not list clients:
-    // an empty list would mean that the GPU has no clients.
+    // Without the property `NVML_LISTS_CLIENTS`, NVML's list of clients is always empty. `None` says that the clients are
+    // unknown: an empty list would mean that the GPU has no clients.
     if !NVML_LISTS_CLIENTS.holds_on(capability) {
         return Ok(Contexts { compute, mps: None });
     }
@@ -283,8 +275,8 @@ fn contexts(device: &Device<'_>, process_record: usize) -> Result<Contexts, NotL
     Ok(Contexts { compute, mps })
 }
 
-/// Asks for one of NVML's two lists of processes, and asks again while the answer is that the list has grown while it was
-/// copied. Gives up after [`TRIES`]. Returns the memory of each process in MiB, by PID.
+/// Asks NVML for one of its two lists of processes. If the list has grown during the call, asks again, up to [`TRIES`] times.
+/// Returns the memory of each process in MiB, by PID.
 fn list(
     mut ask: impl FnMut() -> Result<Processes, NotListed>,
 ) -> Result<BTreeMap<u32, Option<u64>>, NotListed> {
@@ -326,7 +318,6 @@ fn nvmls(mode: ComputeMode) -> NvmlComputeMode {
     }
 }
 
-/// The problem if NVML can't be used at all, with the remedy.
 fn why_not_open(error: &NvmlError, sysroot: &Path) -> Problem {
     // NVML has no error code for a lack of file descriptors, and returns another code.
     if let Some(reason) = no_descriptors() {
@@ -356,7 +347,6 @@ fn why_not_open(error: &NvmlError, sysroot: &Path) -> Problem {
     }
 }
 
-/// The problem if the service can't open any file. None if it can.
 fn no_descriptors() -> Option<Problem> {
     let error = fs::File::open("/dev/null").err()?;
     match Errno::from_io_error(&error)? {
@@ -375,7 +365,7 @@ fn no_descriptors() -> Option<Problem> {
     }
 }
 
-/// The problem if the dynamic linker could not load NVML's library. The linker's error has no number, so its text is compared.
+/// The reason why the dynamic linker could not load NVML's library. The linker's error has only a text and no number.
 fn why_not_loaded(error: &impl fmt::Display, sysroot: &Path) -> Problem {
     let text = error.to_string();
     if text.contains("Too many open files") {

@@ -1,4 +1,4 @@
-//! The questions to NVML about the GPUs of a host. Each GPU is asked about separately.
+//! Asks NVML about all GPUs of a host. Each GPU has its own call, so that a GPU that hangs does not block the others.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -13,13 +13,12 @@ use crate::host::questions::ParallelQuestions;
 use crate::problem::Problem;
 
 /// The time that the service waits for the next answer about a GPU, counted from the last answer. Without nvidia-persistenced,
-/// NVML wakes one GPU after the other, and each takes some seconds.
+/// NVML wakes one GPU after the other, which takes some seconds for each GPU.
 const PATIENCE: Duration = Duration::from_secs(10);
 
-/// The time that the service waits for a GPU that has not answered an earlier question yet.
+/// The time that the service waits for a GPU that has not answered an earlier call yet.
 const REMAINDER: Duration = Duration::from_millis(200);
 
-/// An open driver, and the questions about its GPUs.
 #[derive(Debug)]
 pub struct GpuQuestions {
     driver: Arc<Driver>,
@@ -27,14 +26,11 @@ pub struct GpuQuestions {
     unlisted: ParallelQuestions<PciAddress, Result<NvmlFacts, Problem>>,
 }
 
-/// The facts of NVML about all GPUs.
 pub(crate) struct ToldByNvml {
-    /// The driver's version.
     pub(crate) version: String,
-    /// The GPUs whose address NVML lists, in NVML's order.
     pub(crate) listed: Vec<Gpu>,
-    /// The GPUs on the PCI bus whose address NVML does not list, by address: the facts if NVML answers when it is asked for the
-    /// address, otherwise the reason why NVML can't reach the GPU.
+    /// The GPUs on the PCI bus whose address NVML does not list. The value has the facts that NVML reports when it is asked for
+    /// this address, or the reason why NVML can't reach the GPU.
     pub(crate) unlisted: BTreeMap<PciAddress, Result<NvmlFacts, Problem>>,
 }
 
@@ -47,11 +43,11 @@ impl GpuQuestions {
         &self.driver
     }
 
-    /// Asks NVML about all GPUs. `on_bus` has the addresses of the GPUs on the PCI bus, which NVML should know. An error if
-    /// NVML lists no GPU.
+    /// Asks NVML about all GPUs. `on_bus` has the addresses of the GPUs on the PCI bus that no other kernel driver uses. Fails
+    /// if NVML can't count the GPUs.
     pub(crate) fn ask(&mut self, on_bus: &[PciAddress]) -> Result<ToldByNvml, Problem> {
         let count = self.driver.count()?;
-        // GPUs can be served even if the driver's version is not known.
+        // The service can serve GPUs even if the driver's version is unknown.
         let version = self.driver.version().unwrap_or_else(|reason| {
             tracing::warn!("{reason}");
             "unknown".to_owned()
@@ -64,8 +60,8 @@ impl GpuQuestions {
         let addresses: Vec<PciAddress> =
             on_bus.iter().filter(|address| !is_listed(address)).copied().collect();
         let driver = Arc::clone(&self.driver);
-        // One of the unlisted addresses may belong to the GPU that has not answered the first question. So the service does not
-        // wait long for a GPU that has not answered once.
+        // One of these addresses may belong to a GPU that has not answered the first call. The service does not wait as long a
+        // second time for that GPU.
         let patience = if all_answer { PATIENCE } else { REMAINDER };
         let mut answers = self
             .unlisted

@@ -1,5 +1,5 @@
-//! The questions to the service, each kind in a task of its own: a slow answer delays neither the keys nor the screen. At most
-//! one question of a kind is asked at a time.
+//! The requests of `top` to the service. Each kind of request has a task of its own, so a slow answer delays neither the keys
+//! nor the screen.
 
 use tokio::sync::mpsc::UnboundedSender;
 use tokio::task::JoinSet;
@@ -10,7 +10,7 @@ use crate::watch::{ReconnectingProxy, in_time};
 use common::bus::answers::known;
 use common::bus::proxy::{BusError, DaemonProxy};
 
-/// Starts tasks that ask the service repeatedly until they are dropped.
+/// Starts tasks that repeat their requests to the service until the returned set is dropped.
 pub(super) fn start(events: &UnboundedSender<TopEvent>) -> JoinSet<()> {
     let mut tasks = JoinSet::new();
     tasks.spawn(ask_published(events.clone()));
@@ -36,7 +36,7 @@ async fn published(watched: &mut ReconnectingProxy) -> Result<TopAnswers, BusErr
     Ok(TopAnswers { service, devices, events: daemon.events().await? })
 }
 
-/// Asks for the clients repeatedly. The answer may be late, since the service waits for a control daemon that hangs.
+/// An answer may be late, since the service waits for a control daemon that hangs.
 async fn ask_clients(events: UnboundedSender<TopEvent>) {
     let mut watched = ReconnectingProxy::default();
     loop {
@@ -48,12 +48,11 @@ async fn ask_clients(events: UnboundedSender<TopEvent>) {
     }
 }
 
-/// Starts a task that asks the service to end the GPU work of a process.
 pub(super) fn end(pid: u32, events: &UnboundedSender<TopEvent>, tasks: &mut JoinSet<()>) {
     let events = events.clone();
     tasks.spawn(async move {
         let done = async { DaemonProxy::connect().await?.terminate_client(pid).await }.await;
-        // Sending fails only after the screen was closed.
+        // Sending fails only after `top` has closed the screen.
         let _ = events.send(TopEvent::Ended(pid, done));
     });
 }

@@ -1,4 +1,4 @@
-//! The screen, from top to bottom: the service, the slices, the clients, the last events, and a line for questions.
+//! Draws the screen, from top to bottom: the service, the slices, the clients, the last events, and a line for questions.
 
 use std::collections::BTreeSet;
 use std::ops::Range;
@@ -24,10 +24,10 @@ use common::counted::counted;
 /// The smallest width of the last column of a table.
 const PROSE: usize = 14;
 
-/// The width of the clock, with two blanks in front of it.
+/// The width of the clock and of the two blanks in front of the clock.
 const CLOCK: usize = 10;
 
-/// The smallest number of rows for events.
+/// The events get at least this number of rows.
 const EVENTS: usize = 3;
 
 const KEYS: &str = "q quit  h keys  Tab table  s sort  r reverse  t terminate";
@@ -46,10 +46,9 @@ const HELP: [&str; 11] = [
     "  any key       leave this page",
 ];
 
-/// The smallest terminal, in columns and rows. On a smaller terminal only a message is shown.
+/// The smallest terminal on which `top` draws its tables, in columns and rows. A smaller terminal shows only a message.
 const LEAST: (u16, u16) = (50, 12);
 
-/// Draws the whole screen, with or without colours.
 pub(super) fn draw(frame: &mut Frame, model: &Model, state: &TopState, colour: bool) {
     let (area, width) = (frame.area(), usize::from(frame.area().width));
     if area.width < LEAST.0 || area.height < LEAST.1 {
@@ -80,12 +79,11 @@ fn style(tone: Tone) -> Style {
     }
 }
 
-/// A fixed number of rows or columns.
 fn length(cells: usize) -> Constraint {
     Constraint::Length(u16::try_from(cells).unwrap_or(u16::MAX))
 }
 
-/// The lines with the state of the service, and the reason of the service or of the selected slice.
+/// The first lines of the screen: the state of the service, and the reason of the selected slice or of the service.
 fn header(width: usize, model: &Model, state: &TopState) -> Vec<Line<'static>> {
     let mut lines = facts(width, service_facts(model));
     let selected = model.devices.iter().find(|slice| state.slice.as_ref() == Some(&slice.addr));
@@ -128,7 +126,7 @@ fn service_facts(model: &Model) -> Vec<Span<'static>> {
     facts
 }
 
-/// Puts the facts about the service on as many lines as needed. The first line leaves space for the clock at its end.
+/// Puts the facts about the service on as many lines as needed. The end of the first line is free for the clock.
 fn facts(width: usize, facts: Vec<Span<'static>>) -> Vec<Line<'static>> {
     let mut lines = vec![Line::default()];
     for fact in facts {
@@ -148,14 +146,14 @@ fn time_of_day(at: SystemTime) -> String {
     local.split_once(' ').map_or(local.clone(), |(_, time)| time.to_owned())
 }
 
-/// The tone of the service's state. An unknown state is shown neither as good nor as bad.
+/// A state that this version does not know is shown neither as good nor as bad.
 fn tone(service: &Service) -> Tone {
     tone_of_service(&service.state).unwrap_or(Tone::Between)
 }
 
 fn bottom(width: usize, state: &TopState) -> Line<'static> {
     if let Some((_, question)) = &state.question {
-        // The text after the last question mark names the keys for the answer, so it is never cut.
+        // The text after the last question mark names the keys for the answer, so this text is never cut.
         let (question, keys) = question.rsplit_once('?').unwrap_or((question, ""));
         let end = format!("?{keys}");
         let text = format!("{}{end}", cut(question, width.saturating_sub(end.len())));
@@ -189,7 +187,7 @@ fn body(frame: &mut Frame, area: Rect, model: &Model, state: &TopState) {
         of: model.slices_are_of(),
     };
     table.draw(frame, for_slices);
-    // The reason why the clients are not known is shown above the tables.
+    // If the clients are not known, the first lines of the screen say why.
     let none = if model.has_clients() && model.unlisted.is_none() { "none" } else { "not known" };
     let of = state.slice.as_ref().map(|slice| format!(" of {}", slice.shown()));
     let table = TopTable {
@@ -226,8 +224,8 @@ fn at_or_date(at: SystemTime) -> String {
     if is_old { time::local(at) } else { time_of_day(at) }
 }
 
-/// Divides the rows of the screen between slices, clients and events. The events get at least [`EVENTS`] rows if there are so
-/// many events. Clients and slices share the other rows, and neither table gets more rows than it needs.
+/// Divides `room` rows between the tables of slices, clients and events. The events get at least [`EVENTS`] rows, if there are
+/// so many events. Slices and clients share the other rows, and no table gets more rows than it needs.
 fn shares(room: usize, slices: usize, clients: usize, events: usize) -> (usize, usize, usize) {
     let left = room.saturating_sub(events.min(EVENTS));
     let clients = clients.max(1);
@@ -236,24 +234,23 @@ fn shares(room: usize, slices: usize, clients: usize, events: usize) -> (usize, 
     (slices, clients, room - slices - clients)
 }
 
-/// A table of `top`, with its title.
 struct TopTable<'t, R> {
     name: String,
     columns: &'t [Column<R>],
     rows: &'t [&'t Listed<R>],
-    /// The text of an extra row above all other rows, such as the row for all slices. None if the table has no extra row.
+    /// The text of an extra row above all other rows, such as `all` above the slices. None if the table has no extra row.
     front: Option<&'static str>,
     sort: Sort,
     /// True if keys apply to this table.
     is_focused: bool,
-    /// The index of the selected row. An extra row above all other rows counts too.
+    /// The index of the selected row, counted from the extra row if there is an extra row.
     selected: Option<usize>,
-    /// The time at which the service gave the values in the rows, if they are outdated. None if the rows are current.
+    /// The time at which the service gave the values in the rows. None if the values are current.
     of: Option<SystemTime>,
 }
 
 impl<R> TopTable<'_, R> {
-    /// Draws as many rows as fit, including the selected one.
+    /// Draws as many rows as fit. The selected row is always among these rows.
     fn draw(&self, frame: &mut Frame, area: Rect) {
         let [title, table] = Layout::vertical([length(1), Constraint::Fill(1)]).areas(area);
         let room = usize::from(table.height.saturating_sub(1));
@@ -282,7 +279,7 @@ impl<R> TopTable<'_, R> {
         frame.render_stateful_widget(widget, table, &mut place);
     }
 
-    /// The columns that fit, with their widths, and the headings of the columns that do not fit.
+    /// The columns that fit, each with its width, and the headings of the columns that do not fit.
     fn fit(&self, room: usize) -> (Vec<(&Column<R>, usize)>, Vec<&'static str>) {
         let natural = |column: &Column<R>| {
             let texts = self.rows.iter().map(|row| width(&(column.text)(row)));
@@ -290,7 +287,7 @@ impl<R> TopTable<'_, R> {
         };
         let mut columns: Vec<_> = self.columns.iter().map(|column| (column, natural(column))).collect();
         let mut heads = columns.iter().map(|(column, width)| (column.head, *width)).collect();
-        // The mark of the selected row needs two columns of the terminal, so the table has two columns less.
+        // The mark of the selected row takes two columns of the terminal.
         let left_out = without_room(&mut heads, room.saturating_sub(2), PROSE);
         columns.retain(|(column, _)| !left_out.contains(&column.head.name));
         if let Some(((_, prose), others)) = columns.split_last_mut() {
@@ -338,12 +335,12 @@ fn side(head: &Head) -> Alignment {
     if head.is_number { Alignment::Right } else { Alignment::Left }
 }
 
-/// The width of a text on a terminal.
+/// The number of terminal columns that a text takes.
 fn width(text: &str) -> usize {
     Span::raw(text).width()
 }
 
-/// The text, or if it is too long its end and a sign that it is cut.
+/// Cuts the beginning of a text that is too wide, and puts an ellipsis in its place.
 fn cut_in_front(text: &str, room: usize) -> String {
     if width(text) <= room {
         return text.to_owned();
@@ -361,7 +358,7 @@ mod tests {
     use crate::watch::top::tests::{model, press, with_slices};
     use common::bus::proxy::BusError;
 
-    /// The lines of the screen at this size, after these keys were pressed.
+    /// The lines of the screen of this size, after these keys were pressed.
     fn shown(width: u16, height: u16, model: &Model, keys: &str) -> Vec<String> {
         let mut state = TopState::default();
         press(&mut state, model, keys);
@@ -416,7 +413,7 @@ mod tests {
             assert_eq!(text.contains("0 NVIDIA H200"), width == 120, "{text}");
             assert!(screen.last().unwrap().starts_with(KEYS), "{text}");
         }
-        // While a slice is selected, its reason is shown above, as far as it fits into the line.
+        // While a slice is selected, its reason is shown above the tables, cut to the width of the screen.
         let selected = shown(60, 20, &model(), "jjjj");
         let reason = |line: &String| {
             line.starts_with("00:06.0-3: GPU is lost; nothing but") && line.trim_end().ends_with('…')

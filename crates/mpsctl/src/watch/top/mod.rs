@@ -1,4 +1,4 @@
-//! `yunion-mpsctl top`.
+//! `yunion-mpsctl top`: the main loop.
 
 use std::io::Write;
 use std::time::Duration;
@@ -28,10 +28,9 @@ mod model;
 mod state;
 mod terminal;
 
-/// The interval at which the ages and the clock are drawn again.
+/// The time after which the screen is drawn again if nothing changes, since the screen shows a clock and ages.
 const PERIOD: Duration = Duration::from_secs(1);
 
-/// An event that may change the screen.
 #[derive(Debug)]
 enum TopEvent {
     Published(Result<TopAnswers, BusError>),
@@ -78,7 +77,7 @@ pub(crate) async fn top(out: &mut dyn Write) -> Result<u8> {
             next = events.recv() => next,
             _ = ticks.tick() => None,
         };
-        // All events that are already waiting are handled before the screen is drawn once.
+        // All events that wait are handled before the screen is drawn again.
         while let Some(one) = next {
             match take(one, &mut model, &mut state)? {
                 Action::Draw => {}
@@ -96,8 +95,8 @@ pub(crate) async fn top(out: &mut dyn Write) -> Result<u8> {
     }
 }
 
-/// The size of the screen. The terminal library's own function returns a wrong size if the terminal does not report its size, as
-/// on a serial line.
+/// The size of the screen. If the terminal does not report its size, as on a serial line, the terminal library's own function
+/// returns a wrong size.
 fn area() -> Rect {
     let (columns, rows) = size();
     Rect::new(0, 0, columns, rows)
@@ -109,7 +108,7 @@ fn take(events: TopEvent, model: &mut Model, state: &mut TopState) -> Result<Act
         TopEvent::Clients(answer) => model.list(answer),
         TopEvent::Ended(pid, done) => state.ended(pid, &done),
         TopEvent::Typed(Ok(Event::Key(key))) => return Ok(state.key(key, model)),
-        // A change of the terminal's size needs no handling here, since drawing reads the size.
+        // Drawing reads the size of the terminal, so a change of the size needs no handling here.
         TopEvent::Typed(Ok(_)) => {}
         TopEvent::Typed(Err(error)) => return Err(Error::Failed(format!("can't read keys: {error}"))),
     }
@@ -117,7 +116,7 @@ fn take(events: TopEvent, model: &mut Model, state: &mut TopState) -> Result<Act
     Ok(Action::Draw)
 }
 
-/// Reads keys in a separate thread, which ends with the program: a read can't be interrupted.
+/// Reads keys in a separate thread, since a read can't be interrupted. The thread ends with the program.
 fn read_keys(events: UnboundedSender<TopEvent>) {
     std::thread::spawn(move || {
         loop {

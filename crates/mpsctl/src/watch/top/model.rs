@@ -1,4 +1,4 @@
-//! Everything that `top` knows at one moment.
+//! The data that `top` shows.
 
 use std::time::{Duration, Instant, SystemTime};
 
@@ -6,19 +6,19 @@ use crate::watch::describe;
 use common::bus::proxy::{BusError, Listed};
 use common::bus::rows::{Client, Device, Event, Service};
 
-/// The age at which an answer is shown as outdated.
+/// An answer that is older than this is shown as outdated.
 const OLD: Duration = Duration::from_secs(4);
 
-/// The answers that the service can give at once.
+/// The answers that the service gives at once. The list of clients may take longer, and is a separate answer.
 #[derive(Debug)]
 pub(super) struct TopAnswers {
     pub(super) service: Listed<Service>,
-    /// The slices. None until the service knows its GPUs.
+    /// None until the service knows its GPUs.
     pub(super) devices: Option<Vec<Listed<Device>>>,
     pub(super) events: Vec<Listed<Event>>,
 }
 
-/// The last answers of the service, and the reasons why there are no newer answers.
+/// The last answers of the service, and the reasons why newer answers are missing.
 #[derive(Debug, Default)]
 pub(super) struct Model {
     pub(super) service: Option<Listed<Service>>,
@@ -27,7 +27,7 @@ pub(super) struct Model {
     pub(super) clients: Vec<Listed<Client>>,
     /// The reason why the service does not answer now. None if the service answers.
     pub(super) silent: Option<String>,
-    /// The reason why the clients are not known now. None if the clients are known.
+    /// The reason why the service does not list its clients now. None if the service lists its clients.
     pub(super) unlisted: Option<String>,
     published: Option<Instant>,
     listed: Option<Instant>,
@@ -38,8 +38,7 @@ impl Model {
         match answer {
             Ok(TopAnswers { service, devices, events }) => {
                 (self.service, self.events, self.silent) = (Some(service), events, None);
-                // A service that was just restarted does not know its GPUs yet. The former slices stay on the screen until
-                // the service knows its GPUs.
+                // A service that has just restarted does not know its GPUs yet. Until then, the old slices stay on the screen.
                 if let Some(devices) = devices {
                     self.devices = devices;
                     self.published = Some(Instant::now());
@@ -59,17 +58,16 @@ impl Model {
         }
     }
 
-    /// True if the service has ever answered a question for the clients.
     pub(super) fn has_clients(&self) -> bool {
         self.listed.is_some()
     }
 
-    /// The time of the slices that are shown, if a later answer has failed or is late.
+    /// The time of the slices on the screen. None if the slices are not outdated.
     pub(super) fn slices_are_of(&self) -> Option<SystemTime> {
         old(self.published, self.silent.is_some())
     }
 
-    /// The time of the clients that are shown, if a later answer has failed or is late.
+    /// The time of the clients on the screen. None if the clients are not outdated.
     pub(super) fn clients_are_of(&self) -> Option<SystemTime> {
         old(self.listed, self.unlisted.is_some())
     }

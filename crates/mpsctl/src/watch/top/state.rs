@@ -1,4 +1,4 @@
-//! The selection and the question on the screen, and what each key does.
+//! The selection and the question on the screen, and the action for each key.
 
 use crossterm::event::{KeyCode, KeyEvent, KeyEventKind, KeyModifiers};
 
@@ -17,7 +17,7 @@ pub(super) enum Focus {
     Clients,
 }
 
-/// Identifies a row of the clients: a process has one row for each of its GPUs.
+/// Identifies a row in the table of clients: a process has one row for each of its GPUs.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct ClientId {
     pid: u32,
@@ -30,10 +30,8 @@ impl ClientId {
     }
 }
 
-/// The order of the rows of a table.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub(super) struct Sort {
-    /// The index of the column by which the rows are sorted.
     pub(super) column: usize,
     pub(super) reversed: bool,
 }
@@ -55,13 +53,12 @@ impl Sort {
     }
 }
 
-/// The action of the program for a key.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Action {
     Draw,
     /// Quit, with exit status 0.
     Quit,
-    /// Suspend the program, as for Ctrl-Z.
+    /// Suspend this program, as Ctrl-Z does in other programs.
     Stop,
     /// End the GPU work of the process with this PID.
     End(u32),
@@ -70,15 +67,13 @@ pub(super) enum Action {
 #[derive(Debug, Default)]
 pub(super) struct TopState {
     pub(super) focus: Focus,
-    /// The name of the selected slice. None if the row for all slices is selected.
+    /// The name of the selected slice. None if the row `all` is selected.
     pub(super) slice: Option<String>,
     pub(super) client: Option<ClientId>,
     pub(super) sort_slices: Sort,
     pub(super) sort_clients: Sort,
-    /// The client whose work the question on the screen is about, and the text of the question. None if the screen has no
-    /// question.
+    /// The question on the screen: the client whose GPU work would be ended, and the text. None if the screen has no question.
     pub(super) question: Option<(ClientId, String)>,
-    /// The process whose GPU work the service is ending. None if the service is ending no GPU work.
     pub(super) ending: Option<u32>,
     pub(super) message: Option<String>,
     pub(super) help: bool,
@@ -97,19 +92,18 @@ impl TopState {
         self.sort_clients.sorted(CLIENTS, model.clients.iter().filter(is_shown))
     }
 
-    /// The index of the selected row among the slices. Index 0 is the row for all slices.
+    /// The index of the selected row in the table of slices. Index 0 is the row `all`.
     pub(super) fn slice_place(&self, slices: &[&Listed<Device>]) -> usize {
         let place = self.slice.as_ref().and_then(|name| slices.iter().position(|slice| slice.addr == *name));
         place.map_or(0, |place| place + 1)
     }
 
-    /// The index of the selected row among the clients.
     pub(super) fn client_place(&self, clients: &[&Listed<Client>]) -> Option<usize> {
         let selected = self.client.as_ref()?;
         clients.iter().position(|client| ClientId::new(client) == *selected)
     }
 
-    /// Corrects the selection after a new answer: a selected row may not exist any more.
+    /// Clears the selection and the question if their slice or their client no longer exists.
     pub(super) fn settle(&mut self, model: &Model) {
         if let Some(slice) = &self.slice
             && !model.devices.iter().any(|device| device.addr == *slice)
@@ -127,7 +121,6 @@ impl TopState {
         }
     }
 
-    /// Shows the result of a request to end the GPU work of a process.
     pub(super) fn ended(&mut self, pid: u32, done: &Result<(), BusError>) {
         self.ending = None;
         self.message = Some(match done {
@@ -200,7 +193,7 @@ impl TopState {
         }
     }
 
-    /// Selects another row of the table to which keys apply. `to` gets the index of the selected row and the number of rows, and
+    /// Selects another row of the table to which keys apply. `to` gets the indexes of the selected row and of the last row, and
     /// returns the index of the row to select.
     fn select(&mut self, model: &Model, to: impl Fn(usize, usize) -> usize) {
         match self.focus {
@@ -220,7 +213,7 @@ impl TopState {
         }
     }
 
-    /// Asks the user on the screen if the GPU work of the selected client should be ended.
+    /// Shows the question if the service should end the GPU work of the selected client.
     fn ask(&mut self, model: &Model) {
         if let Some(pid) = self.ending {
             self.message = Some(format!("The GPU work of process {pid} is still being ended."));
@@ -326,7 +319,7 @@ mod tests {
         let mut state = TopState { help: true, ..TopState::default() };
         assert_eq!(press(&mut state, &model, "\u{3}"), Action::Quit);
         assert_eq!(press(&mut state, &model, "\u{1a}"), Action::Stop);
-        // While the help is shown, any key but these closes it.
+        // While the help is shown, any key but Ctrl-C and Ctrl-Z only closes the help.
         assert_eq!(press(&mut state, &model, "q"), Action::Draw);
         assert_eq!(press(&mut state, &model, "q"), Action::Quit);
     }

@@ -1,5 +1,5 @@
-//! Gives `top` the whole screen of the terminal, without echo and line mode. The terminal is restored when `top` ends, even after
-//! a panic.
+//! Gives `top` the whole screen of the terminal, without echo and line mode. The terminal is restored when `top` ends, even
+//! after a panic.
 
 use std::fs::File;
 use std::io;
@@ -15,8 +15,8 @@ use crossterm::terminal::{
 /// True while the terminal is in the state for `top`.
 static ENTERED: AtomicBool = AtomicBool::new(false);
 
-/// The terminal in the state for `top`. When this value is dropped, the terminal is restored. A panic restores the terminal
-/// first, so that the message of the panic can be read.
+/// The terminal in the state for `top`. Dropping this value restores the terminal. A panic restores the terminal before the
+/// message of the panic is printed, so that a user can read the message.
 #[derive(Debug)]
 pub(super) struct Entered(());
 
@@ -48,19 +48,19 @@ impl Drop for Entered {
 fn take() -> io::Result<()> {
     ENTERED.store(true, Ordering::SeqCst);
     enable_raw_mode()?;
-    // The terminal must not wrap lines, since it may count the columns of a text differently.
+    // The terminal must not wrap lines: it may count the columns of a text differently than this program.
     execute!(stdout()?, EnterAlternateScreen, Hide, DisableLineWrap)
 }
 
 fn leave() {
     if ENTERED.swap(false, Ordering::SeqCst) {
-        // An error of the terminal is ignored, since it could not be shown.
+        // An error of the terminal is ignored, since the terminal could not show a message about the error.
         let _ = stdout().and_then(|mut stdout| execute!(stdout, LeaveAlternateScreen, Show, EnableLineWrap));
         let _ = disable_raw_mode();
     }
 }
 
-/// Opens the standard output, without its lock, which another thread may have.
+/// Opens standard output without Rust's lock of standard output, since another thread may own the lock.
 fn stdout() -> io::Result<File> {
     Ok(rustix::stdio::stdout().try_clone_to_owned()?.into())
 }

@@ -1,4 +1,4 @@
-//! A model for the tests of the state and of the drawing.
+//! A model with answers of the service, for the tests of `state` and `draw`.
 
 use crossterm::event::{KeyCode, KeyEvent, KeyModifiers};
 use serde_json::{Value, json};
@@ -32,7 +32,7 @@ fn slice(ordinal: u32) -> Listed<Device> {
     listed(&row)
 }
 
-/// Four slices of one GPU, one in each state, and three clients.
+/// Four slices of one GPU, each in another state, and three clients.
 pub(super) fn model() -> Model {
     with_slices(4)
 }
@@ -68,7 +68,7 @@ pub(super) fn with_slices(slices: u32) -> Model {
     model
 }
 
-/// Presses keys, and returns the action for the last one.
+/// Presses keys, and returns the action for the last key.
 pub(super) fn press(state: &mut TopState, model: &Model, keys: &str) -> Action {
     let mut action = Action::Draw;
     for key in keys.chars() {
