@@ -149,14 +149,15 @@ impl Reporter {
         }
     }
 
-    /// Publishes that the control daemon has ended, with `shown` as its state. This call does not wake the main loop: a
+    /// Publishes that the control daemon has ended, by this failure if there is one. This call does not wake the main loop: a
     /// publication would delay the log line about the end. The running act ends right after this call, and its end wakes the
     /// main loop.
     pub(super) fn has_ended(&self, failing: Option<&Failing>) {
         self.change(|status| {
             (status.view.pid, status.view.cpus) = (None, None);
-            status.change(SystemTime::now(), |view| {
-                failing.map_or_else(|| view.has_ended(), |failing| failing.end(view))
+            status.change(SystemTime::now(), |view| match failing {
+                Some(failing) => failing.end(view),
+                None => view.has_ended(),
             });
         });
     }

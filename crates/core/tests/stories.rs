@@ -8,6 +8,7 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
 
+use mps_core::view::DaemonView;
 use mps_core::{
     Act, ActOutcome, Configured, Core, CoreEvent, DaemonAct, DaemonId, Demand, Goal, HEALTHY_AGAIN,
     MpsSwitch, Order, RunUse, WhyFailed,
@@ -80,12 +81,14 @@ fn a_gpu_is_waited_for_until_its_last_client_has_ended() {
         (Some(Goal::Retire), Some(Goal::Serve), None)
     );
     assert_eq!((core.order(&"A".into()).unwrap().gpus.len(), core.order(&"B".into())), (1, None));
-    assert!(core.is_starting(|_| false) && !core.is_starting(|id| *id == "A".into()));
+    let (ends, waits) = (DaemonView::default(), DaemonView { put_off: true, ..DaemonView::default() });
+    assert!(core.is_starting(|_| Some(&ends)));
+    assert!(!core.is_starting(|id| Some(if *id == "A".into() { &waits } else { &ends })));
     assert!(!core.is_at_rest());
     // The last client of control daemon A has ended.
     assert_eq!(told(&core.on(done("A", None, ActOutcome::Ended), NOW)), ["A: release", "shared: Start"]);
     assert_eq!(core.pending().count(), 0);
-    assert!(core.kept().is_empty() && !core.is_starting(|_| false));
+    assert!(core.kept().is_empty() && !core.is_starting(|_| Some(&ends)));
 }
 
 #[test]
@@ -99,7 +102,9 @@ fn one_that_runs_goes_without_a_gpu_until_it_is_free() {
     let acts = core.on(done("shared", runs(&["B"]), ActOutcome::Interrupted), NOW);
     let [Act::Daemon { held, .. }] = acts.as_slice() else { panic!("{acts:?}") };
     assert_eq!(held.keys().collect::<Vec<_>>(), ["A"]);
-    assert!(core.is_starting(|_| false) && !core.is_starting(|_| true), "A joins as soon as it is free");
+    let (ends, waits) = (DaemonView::default(), DaemonView { put_off: true, ..DaemonView::default() });
+    assert!(core.is_starting(|_| Some(&ends)), "A joins as soon as it is free");
+    assert!(!core.is_starting(|_| Some(&waits)));
     assert_eq!(told(&core.on(done("A", None, ActOutcome::Ended), NOW)), ["A: release", "shared: interrupt"]);
 }
 

@@ -181,9 +181,10 @@ impl World {
             let mut mps = mps.lock().unwrap();
             let new = Reader::new(mps.read_until);
             let before = std::mem::replace(&mut mps.reader, new);
-            mps.reader.shown = match has_just_started {
-                true => before.shown,
-                false => service.shown.get(id).cloned().unwrap_or_default(),
+            mps.reader.shown = if has_just_started {
+                before.shown
+            } else {
+                service.shown.get(id).cloned().unwrap_or_default()
             };
             (mps.gpus.clone(), !mps.serves_one_user)
         };

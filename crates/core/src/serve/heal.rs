@@ -386,7 +386,7 @@ impl<S: Shell> Serving<'_, S> {
     }
 }
 
-pub(super) fn tried_again(pause: Duration) -> String {
+pub fn tried_again(pause: Duration) -> String {
     if pause.is_zero() {
         "retrying at once".to_owned()
     } else {

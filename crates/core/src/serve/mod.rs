@@ -56,6 +56,7 @@ pub use end::Judged;
 pub use failing::Failing;
 pub use gpus::{GpuReach, GpuShell, SeenGpu, SeenGpus};
 pub(crate) use heal::clients_counted;
+pub use heal::tried_again;
 pub use news::News;
 pub use shell::{ClientsOnGpus, Failure, Occurrence, Requested, Said, Shell};
 
