@@ -51,8 +51,8 @@ impl Daemon {
         }
         for name in names {
             self.event(format!(
-                "GPU {name} takes new clients again: since the reload it no longer counts as a GPU that \
-                 needs a reset"
+                "GPU {name} takes new clients again: by the reload of the service it counts as a GPU that needs \
+                 no reset"
             ));
         }
         true

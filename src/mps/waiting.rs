@@ -64,7 +64,7 @@ impl WaitingSocket {
         found.ok_or_else(|| BadDirectory {
             path: self.directory.join(WAITING),
             problem: Problem::new(
-                "the socket at which new programs wait for a control daemon was removed",
+                "another program removed this socket, at which new programs wait for a control daemon",
                 "keep other programs from removing files of this service",
             ),
         })

@@ -149,8 +149,9 @@ fn named(numbers: &str, lines: &str) -> Result<Vec<String>, Problem> {
             format!("Slurm has given GPU {number:?}, but {FILE} has {count} lines", count = lines.len())
         })?;
         let name = line.rsplit_once('#').map(|(_, name)| name.trim()).filter(|name| !name.is_empty());
-        name.map(str::to_owned)
-            .ok_or_else(|| format!("{FILE}: the line {line:?} names no slice behind a #").into())
+        name.map(str::to_owned).ok_or_else(|| {
+            format!("{FILE}: the line {line:?} does not end with # and the name of a slice").into()
+        })
     };
     numbers.split(',').map(name).collect()
 }
@@ -217,8 +218,11 @@ mod tests {
         let lines = "# a comment\n\n Name=gpu # 00:06.0-0\nName=gpu\nName=gpu #\n";
         assert_eq!(named("0", lines).unwrap(), ["00:06.0-0"]);
         for (number, complaint) in [
-            ("1", "/etc/yunion/gres.conf: the line \"Name=gpu\" names no slice behind a #"),
-            ("2", "/etc/yunion/gres.conf: the line \"Name=gpu #\" names no slice behind a #"),
+            ("1", "/etc/yunion/gres.conf: the line \"Name=gpu\" does not end with # and the name of a slice"),
+            (
+                "2",
+                "/etc/yunion/gres.conf: the line \"Name=gpu #\" does not end with # and the name of a slice",
+            ),
             ("3", "Slurm has given GPU \"3\", but /etc/yunion/gres.conf has 3 lines"),
             ("0,-1", "Slurm has given GPU \"-1\", but /etc/yunion/gres.conf has 3 lines"),
             ("x", "Slurm has given GPU \"x\", but /etc/yunion/gres.conf has 3 lines"),

@@ -382,7 +382,7 @@ async fn add_clients_of_nvml<T: TerminationShell>(
     let server = daemon.faulted.first().copied()?;
     let why = |why: &str| {
         format!(
-            "server {server} handles a fatal GPU error, and the list of its control daemon may lack \
+            "server {server} handles a fatal GPU error, and its control daemon may not list all \
              clients; {why}"
         )
     };

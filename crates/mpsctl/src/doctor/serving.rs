@@ -271,8 +271,8 @@ fn devices(facts: &Facts) -> Outcome {
                  is known",
                 clients = claim.join(", ")
             ),
-            "start the containers with CDI devices, or let the agent call Control.Bind; yunion-mpsctl bind \
-             00:06.0-1 --pid PID binds a slice to a container that runs already",
+            "start the containers with CDI devices, or let their agent call Control.Bind on D-Bus; \
+             yunion-mpsctl bind 00:06.0-1 --pid PID binds a slice to a container that runs already",
         ));
     }
     Ok(findings)

@@ -115,8 +115,8 @@ async fn refuse_to_queue(daemon: &DaemonProxy, device: &Device) -> Result<()> {
     let Some(other) = other else { return Ok(()) };
     let (user, pid) = (other.user.shown(), other.pid);
     Err(Error::Failed(format!(
-        "the control daemon serves user {user} (PID {pid}), and no other user until the clients of that \
-         user have ended: try again then, or as user {user}"
+        "the control daemon serves one user at a time, at present {user} (client PID {pid}): try again when \
+         the clients of this user have ended, or as user {user}"
     )))
 }
 
