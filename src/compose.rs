@@ -29,13 +29,12 @@ pub(crate) struct Moment {
     pub now: CoreTime,
     pub statuses: Vec<Status>,
     pub leaving: Vec<Status>,
-    /// The GPUs that are planned for one control daemon while another control daemon still has them. Each value is the id of
-    /// the latter.
+    /// The GPUs that are planned for one control daemon while another control daemon still has them, by UUID. Each value is the
+    /// id of the control daemon that still has the GPU.
     pub held: HeldGpus,
-    /// True if a control daemon starts, or gets one more GPU, as soon as another control daemon, which is about to end, has
-    /// ended.
+    /// True if a control daemon is about to end, and another control daemon starts, or gets one more GPU, after that end.
     pub starting: bool,
-    /// True if every plan of a control daemon is in force, or the reason is known why it is not.
+    /// True if each control daemon follows its plan, or the reason is known why it does not.
     pub settled: bool,
 }
 
@@ -160,8 +159,7 @@ fn gpu_view(plan: &GpuPlan, parts: &Parts<'_>) -> GpuView {
     }
 }
 
-/// The value that all control daemons of a GPU have confirmed. None if they have confirmed different values, or one has
-/// confirmed none.
+/// The result of `value` for all control daemons of a GPU. None if the results differ, or if one of them is None.
 fn of_all<T: PartialEq>(
     serving: &[(&Status, &ServedGpuView)],
     value: impl Fn(&ServedGpuView) -> Option<T>,
@@ -232,14 +230,15 @@ fn trouble_of(status: &Status, uuid: &str) -> Option<String> {
 fn worth_knowing(plan: &GpuPlan, serving: &[(&Status, &ServedGpuView)]) -> String {
     // All control daemons of a GPU report the same bypasses, so the first report is enough.
     let bypassed = serving.iter().find_map(|(status, _)| used_without_us(status, plan.gpu.uuid()?));
-    // A full GPU is not unhealthy, since all its clients are served.
+    // A GPU whose capacity is used up is not unhealthy, since all its clients are served.
     let full = serving.iter().map(|(_, gpu)| gpu.full.clone());
     let full = full.filter(|full| !full.is_empty() && plan.isolation == Isolation::Gpu);
     let warnings = plan.warnings.iter().map(|warning| warning.problem.found.clone());
     bypassed.into_iter().chain(full).chain(warnings).collect::<Vec<_>>().join("; ")
 }
 
-/// The full slices, if each slice has its own control daemon. Other slices of the GPU may still take clients.
+/// The slices whose capacity is used up, if each slice has its own control daemon. Other slices of the GPU may still take
+/// clients.
 fn full_slices(plan: &GpuPlan, serving: &[(&Status, &ServedGpuView)]) -> BTreeMap<u32, String> {
     let full = serving.iter().filter(|(_, gpu)| plan.isolation == Isolation::Slice && !gpu.full.is_empty());
     let full =
@@ -306,8 +305,7 @@ fn being_set(parts: &Parts<'_>, gpu: &GpuView) -> bool {
     served(parts, gpu.uuid()).any(is_being_set) && gpu.plan.obstacles.is_empty()
 }
 
-/// Gives the reason for the first slice that is not served, or for the first pipe directory without a link to its control
-/// daemon.
+/// Names the first slice that is not served, or the first pipe directory without a link to its control daemon, with the reason.
 fn astray(parts: &Parts<'_>, gpus: &[Arc<GpuView>]) -> Option<String> {
     let pipe = |status: &Status| {
         Some(format!(

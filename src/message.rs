@@ -114,7 +114,7 @@ impl Message {
         Event { fault, ..Event::now(text) }
     }
 
-    /// Logs a line about one client of a message. So `journalctl` finds the client by its PID.
+    /// Logs a line about one of the clients that a message names. So `journalctl` finds the client by its PID.
     pub(crate) fn log_client(about: Subject<'_>, client: u32, text: impl Display) {
         tracing::info!(
             mps_control = about.control,

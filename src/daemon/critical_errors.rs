@@ -36,7 +36,7 @@ impl Daemon {
     }
 
     /// Lets all GPUs that needed a reset take clients again. By a reload, an administrator says that these GPUs work. Returns
-    /// true if a GPU needed a reset.
+    /// true if a GPU needed a reset and takes clients again.
     pub(super) fn forget_resets(&mut self) -> bool {
         let names: Vec<String> = self.state_file.lock().to_reset().keys().cloned().collect();
         if names.is_empty() {

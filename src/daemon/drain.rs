@@ -57,8 +57,8 @@ impl Daemon {
     }
 }
 
-/// Replaces the names of the caller by the names that the service publishes. A name that only `drained` has is accepted, since
-/// the service has published the name before.
+/// Replaces the names in `asked` by the names that the service publishes. A name that only `drained` has is accepted, since the
+/// service has published the name before.
 fn published(
     snapshot: &Snapshot,
     asked: &[String],

@@ -38,8 +38,8 @@ pub(super) fn say_findings(loaded: &Loaded) {
     }
 }
 
-/// Logs the problems and warnings of a plan that the plan `before` does not have, since each scan of the host finds the same
-/// ones again.
+/// Logs the problems and warnings of a plan. Problems and warnings of a GPU are omitted if the plan `before` has the same ones
+/// for this GPU, since each scan of the host finds them again. The same holds for missing GPUs.
 pub(super) fn say_what_is_new(before: Option<&Plan>, plan: &Plan) {
     let known = |gpu: &GpuPlan| {
         let known = before?.gpus.iter().find(|known| known.gpu.id() == gpu.gpu.id())?;

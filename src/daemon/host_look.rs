@@ -22,10 +22,10 @@ use common::problem::Problem;
 const PATIENCE: Duration = Duration::from_secs(5);
 const PAUSE: Duration = Duration::from_millis(500);
 
-/// A program without MPS that was started less than this time ago does not count, since it usually ends soon. If it counted,
-/// the control daemon would start without the GPU of this program. The GPU could join only after a restart of the control
-/// daemon, when its last client has ended. A control daemon that starts with the GPU serves it as soon as the program ends.
-/// Meanwhile no further program starts without MPS, since it finds the control daemon.
+/// A program without MPS that was started less than this time ago does not exclude its GPU from a control daemon, since the
+/// program usually ends soon. Otherwise the control daemon would start without this GPU. The GPU could join only after a
+/// restart of the control daemon, when its last client has ended. A control daemon that starts with the GPU serves it as soon
+/// as the program ends. Meanwhile no further program starts without MPS, since it finds the control daemon.
 const OF_NEWCOMERS: Duration = Duration::from_secs(10);
 
 /// The longest wait for one scan of the host. It must be much shorter than the time of the watchdog.
@@ -41,7 +41,7 @@ pub(super) struct HostLook {
     in_force: Option<Arc<Driver>>,
     /// Other parts of the service get the driver in force through this worker.
     worker: NvmlWorker,
-    /// The questions to the driver in force. None while a scan uses them.
+    /// Asks the driver in force about GPUs. None while a scan uses this value.
     nvml: Option<GpuQuestions>,
     /// The scan that has no answer yet, with the time of its beginning. The next caller gets its answer. Dropping the answer
     /// would close a driver that has just woken all GPUs.

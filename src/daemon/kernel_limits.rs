@@ -40,8 +40,8 @@ impl Daemon {
         let goals = wanted.into_iter().map(|(place, limit)| (place, limit.mib));
         match self.settings.memory_limit {
             MemoryLimit::Auto => goals.map(|(place, mib)| (place, LimitGoal::Hold(mib))).collect(),
-            // With the setting `watch`, the service sets no limits in the kernel. Its first call removes the limits that an
-            // earlier service with `auto` may have set.
+            // With the setting `watch`, the service sets no limits in the kernel. The first call after the start of the service
+            // removes the limits that an earlier service with the setting `auto` may have set.
             MemoryLimit::Watch if self.limit_keeper.is_new() => {
                 goals.map(|(place, mib)| (place, LimitGoal::Lift([mib].into()))).collect()
             }
@@ -66,8 +66,8 @@ fn memory_of(plan: &Plan, slice: &SliceId) -> Option<(GpuUuid, u64)> {
     is_known.then(|| Some((gpu.gpu.uuid()?.to_owned(), gpu.size(slice.ordinal).memory_mib)))?
 }
 
-/// The slices whose memory limit the kernel should enforce for a single control group. Ok: the kernel enforces the limit. Err:
-/// the reason why the kernel does not.
+/// The slices with a single binding, for whose control group the kernel should enforce exactly the slice's memory limit. Ok:
+/// the kernel enforces the limit. Err: the reason why the kernel does not.
 pub(super) fn kernel_limits(
     plan: &Plan,
     bindings: &Bindings,

@@ -67,8 +67,8 @@ const SCAN_WITHOUT_PLAN: Duration = Duration::from_secs(5);
 const FIRST_SCAN_FOR_MORE: Duration = Duration::from_secs(1);
 const SCAN_FOR_MORE: Duration = Duration::from_secs(30);
 
-/// The most signals about faults, and the most signals about overuse, that wait to be sent, for example while there is no bus.
-/// Further signals are dropped, and only the log has their messages.
+/// The most D-Bus signals about faults, and the most D-Bus signals about overuse, that wait to be sent, for example while there
+/// is no bus. Further signals are dropped, and only the log has their messages.
 const FAULTS: usize = 64;
 
 /// The most requests in the service's queue. A further caller waits until the queue has space.
@@ -196,8 +196,8 @@ struct Daemon {
     ending: Option<Ending>,
     service_manager: ServiceManager,
     reloads: u64,
-    /// The value of `reloads` for which the configuration is in force, or the service knows why it is not. The caller of a
-    /// reload waits for this value.
+    /// The value of `reloads` when each control daemon last followed its plan, or the reason was known why it did not. The
+    /// caller of a reload waits until this value reaches the number of that reload.
     in_force: watch::Sender<u64>,
 }
 
@@ -414,7 +414,7 @@ impl Daemon {
             || !self.cdi_spec.problem.is_empty();
         let period = match &self.plan {
             _ if ended => None,
-            // A late answer to a scan of the host wakes the main loop. Until then, the period only repeats the message about
+            // A late answer of NVML wakes the main loop. Until then, a scan after each `TIMEOUT` only repeats the message about
             // the delay.
             _ if self.look.unanswered().is_some() => Some(host_look::TIMEOUT),
             Err(_) => Some(SCAN_WITHOUT_PLAN),

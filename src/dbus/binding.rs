@@ -9,7 +9,7 @@ use super::request::{Result, bounded_names};
 use common::bus::error::RequestError;
 use common::bus::proxy::{ContainerStop, GroupOf, SliceWish};
 
-/// The most bytes of a label. The names of a container, its Kubernetes pod and its namespace have 381 bytes at most.
+/// The most bytes of a label. The names of a container, its Kubernetes pod and its namespace have 381 bytes together at most.
 const LABEL: usize = 384;
 
 /// The kernel's limit for the length of a path, in bytes.
@@ -44,7 +44,8 @@ pub(super) fn wish(names: Vec<String>, mut options: CallOptions) -> Result<Slice
     Ok(wish)
 }
 
-/// Checks the arguments of `ReleaseGroup`. A container runtime calls it before it sends this signal to a container.
+/// Checks the arguments of `ReleaseGroup`. A container runtime calls this method before it sends the signal in `options` to a
+/// container.
 pub(super) fn stop(pid: u32, mut options: CallOptions) -> Result<ContainerStop> {
     let container: String = take(&mut options, "container")?.unwrap_or_default();
     let signal: u32 = take(&mut options, "signal")?.unwrap_or(KILL);

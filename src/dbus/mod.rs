@@ -198,7 +198,7 @@ async fn mirror_objects<O: Object>(
     Ok(())
 }
 
-/// Sends one `PropertiesChanged` with all differences. A property that has no value any more is invalidated.
+/// Sends one `PropertiesChanged` with all properties that differ. A property that has no value any more is invalidated.
 async fn tell_changes<R: Row + PartialEq>(
     emitter: &SignalEmitter<'_>,
     interface: InterfaceName<'_>,

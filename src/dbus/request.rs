@@ -40,8 +40,8 @@ pub enum Request {
     ReleaseContainer(String, Reply<()>),
     /// End the GPU work of the clients that a signal to a container may end.
     ReleaseGroup(ContainerStop, Reply<()>),
-    /// Make the changes that wait for the end of clients. With false, only changes that no client prevents are made. With true,
-    /// all changes are made at once, which ends the clients.
+    /// Make the changes of control daemons that wait for the end of clients. With false, only changes that no client prevents
+    /// are made. With true, all changes are made at once, which ends the clients.
     Apply(bool, Reply<()>),
     /// Drain the named slices and GPUs. Without names, drain all slices.
     Drain(Vec<String>, Reply<()>),

@@ -92,8 +92,8 @@ impl SliceDesk {
         Ok(WantedSlices::OneOf(candidates))
     }
 
-    /// The clients that count for the choice of a free slice. If a control daemon does not answer, the choice is made without
-    /// clients, since the caller may get a slice of another control daemon.
+    /// The clients that count for the choice of a free slice. If the clients can't be listed, the choice is made as if there
+    /// were none, since the caller may then still get a slice.
     async fn clients_for(&self, wish: &SliceWish) -> Result<Vec<ClientView>> {
         if !wish.free {
             return Ok(Vec::new());

@@ -75,8 +75,8 @@ pub(super) fn holds(pid: u32) -> Option<(Hierarchy, PathBuf)> {
     })
 }
 
-/// The control groups in a line of `/proc/PID/cgroup` that may freeze the process, each with its kind and the root of its
-/// hierarchy.
+/// The control groups in a line of `/proc/PID/cgroup` that may freeze the process, each after its hierarchy and the mount point
+/// of the hierarchy.
 fn groups(line: &[u8]) -> Vec<(Hierarchy, PathBuf, PathBuf)> {
     let mut fields = line.splitn(3, |byte| *byte == b':').skip(1);
     let (Some(controllers), Some([b'/', path @ ..])) = (fields.next(), fields.next()) else {

@@ -165,8 +165,8 @@ fn read(queue: BorrowedFd<'_>) -> io::Result<Option<BTreeSet<i32>>> {
     }
 }
 
-/// Wakes the tasks of the watches in `changed`, or all tasks if it is None. Also removes these watches from the list, since the
-/// kernel has removed them after their one change.
+/// Wakes the tasks of the watches in `changed`, or all tasks if `changed` is None. Removes these watches from `shared`, since
+/// the kernel has removed them after their one change.
 fn wake(shared: &mut Shared, changed: Option<&BTreeSet<i32>>) {
     shared.watches.retain(|watch, wakes| {
         let touched = changed.is_none_or(|changed| changed.contains(watch));

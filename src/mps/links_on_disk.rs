@@ -18,15 +18,15 @@ use common::problem::Problem;
 
 use common::directories::{self, ATTEMPTS, BadDirectory, SOCKET, clear_place, immutable};
 
-/// The name of the waiting socket. It is not longer than the name of a control daemon's socket, since the path of a socket has
-/// a maximum length.
+/// The file name of the waiting socket, which `waiting.rs` explains. The name is not longer than the name of a control daemon's
+/// socket, since the path of a socket has a maximum length.
 pub(super) const WAITING: &str = "waiting";
 
-/// The name of a new link until a rename replaces the former link by it.
+/// The name under which the service makes a new link. A rename then replaces the former link by the new link.
 const NEW: &str = ".control.new";
 
-/// Further files that a control daemon makes in its directory. If they are in a directory for links, an earlier control daemon
-/// has made them there.
+/// Files that a control daemon makes in its directory besides its socket. If such a file is in a directory for links, that
+/// directory was once the directory of a control daemon.
 const LEFTOVERS: [&str; 4] = ["control_privileged", "control_lock", "log", "nvidia-cuda-mps-control.pid"];
 
 /// The most entries that the service reads in the directory of slices, besides the directories of planned slices. A container
@@ -57,7 +57,7 @@ impl Socket {
     }
 
     /// Makes the link in the pipe directory point to this socket. Returns false if the link already pointed there. `moved` gets
-    /// a message about each file that had to be renamed.
+    /// a message about each file that was in the way and was renamed.
     pub(crate) fn lead_from_pipe(
         &self,
         pipe_directory: &Path,
@@ -123,7 +123,8 @@ pub(crate) struct SliceDirectories {
 }
 
 impl SliceDirectories {
-    /// Opens the directory, and makes it if it is missing. `moved` gets a message about each file that had to be renamed.
+    /// Opens the directory, and makes it if it is missing. `moved` gets a message about each file that was in the way and was
+    /// renamed.
     pub(crate) fn make(path: &Path, moved: &mut Vec<String>) -> Result<Self, BadDirectory> {
         let parent = directories::open(path.parent().unwrap_or(Path::new("/")))?;
         Ok(Self { path: path.to_owned(), directory: directories::open_in(&parent, path, moved)? })
@@ -169,8 +170,8 @@ impl SliceDirectories {
         keep(&self.directory, &self.path);
     }
 
-    /// Removes the immutable flag from the directories of all slices, and from the directory that contains them. The
-    /// directories of the slices in `names` need no search.
+    /// Removes the immutable flag from the directories of all slices, and from the directory that contains them. `names` are
+    /// the known slices. A search finds the directories of other slices.
     fn release(&self, names: &BTreeSet<String>) {
         // The parent directory gets the immutable flag after the slices' directories, and loses it after them. So if the parent
         // has no flag, no slice's directory has one, and no search for other slices is needed. When many control daemons
@@ -446,7 +447,7 @@ mod tests {
         assert!(refused.iter().all(|name| fs::read_to_string(slices.join(name)).unwrap() == "kept"));
     }
 
-    /// A tenant can make any number of files besides the slices.
+    /// A tenant can make any number of files in the directory of slices, so a search reads only some hundreds of them.
     #[test]
     fn only_some_hundreds_of_other_things_are_looked_at() {
         let place = TestDirectory::new();
@@ -487,7 +488,8 @@ mod tests {
         immutable::set(directories.open(A).unwrap(), false).unwrap();
     }
 
-    /// The service removes the files that an earlier version has made in the pipe directory, so that only the link remains.
+    /// The service removes the files of a control daemon that once had the pipe directory as its own, so that only the link
+    /// remains.
     #[test]
     fn the_pipe_directory_has_the_link_alone() {
         let mut place = TestDirectory::new();

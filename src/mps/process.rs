@@ -112,8 +112,8 @@ pub(crate) async fn ended(pid: u32) {
     }
 }
 
-/// The number of checks that a continued process still runs, and the pause between two checks. A debugger can stop a process
-/// and continue it at once, repeatedly.
+/// The most attempts to continue a process, and the pause between two attempts. A debugger can stop a continued process at
+/// once, repeatedly.
 const GO_ON_LOOKS: u32 = 20;
 const GO_ON_PAUSE: Duration = Duration::from_millis(5);
 

@@ -14,7 +14,8 @@ pub(crate) struct Bypass {
     pub process: ProcessId,
     /// The kernel cuts the name of a process at 15 characters.
     pub command: String,
-    /// The owner in words that end a sentence, such as ` of user alice`. Empty until the process is reported.
+    /// The owner in words that end a sentence, such as ` of user alice`. Empty until the supervisor prepares its message about
+    /// the process.
     pub owner: String,
     pub memory_mib: Option<u64>,
 }

@@ -52,8 +52,8 @@ pub(crate) use supervisor_handle::SupervisorHandle;
 /// NVIDIA's program, which is the control daemon and also its front end.
 pub(crate) const PROGRAM: &str = "nvidia-cuda-mps-control";
 
-/// The limit for the lines of a control daemon's log that the service passes on to the journal. Tenants can cause any number of
-/// lines. The start of a server writes 20 lines, and a fatal GPU error 10 lines for each client.
+/// The limit for the lines of a control daemon's log that the service passes on to the journal. Tenants can make the control
+/// daemon write any number of lines. The start of a server writes 20 lines, and a fatal GPU error 10 lines for each client.
 const LINES: RateLimit = RateLimit::new(500, 500, Duration::from_secs(10));
 
 /// The time between two searches for programs that use a GPU without MPS. The service searches only on a GPU whose compute mode

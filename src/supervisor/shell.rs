@@ -1,5 +1,5 @@
-//! Carries out the core's questions and acts while a control daemon serves. It uses the control daemon's front end and process,
-//! NVML, files and the journal.
+//! Answers the core's questions and carries out its acts while a control daemon serves. For this, the shell uses the control
+//! daemon's front end and process, NVML, files and the journal.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
@@ -89,7 +89,8 @@ impl Shell for RunShell<'_> {
         };
         Ok(tokio::select! {
             biased;
-            // A tenant can cause lines without end. So the few requests of administrators come before the lines.
+            // A tenant can make the control daemon write log lines without end. So the few requests of administrators come
+            // before the log lines.
             Some((request, reply)) = request => {
                 self.reply = reply;
                 Occurrence::Asked(request)
@@ -472,8 +473,8 @@ impl RunShell<'_> {
         self.worker.reporter.update(|status| status.view.cpus = cpus);
     }
 
-    /// Updates the register of clients from a line of the log. A line that no service has passed on yet goes to the journal,
-    /// unless there are too many lines.
+    /// Updates the register of clients from a line of the log. A line that neither this run of the service nor an earlier one
+    /// has passed on goes to the journal, unless too many lines come.
     fn note(&mut self, line: &Line) -> Said {
         let run = &mut *self.run;
         let is_news = run.log.offset() > run.quiet_until;

@@ -44,8 +44,8 @@ impl Machine {
         let pid = running.process.pid;
         let log_path = running.log_directory.join("control.log");
         // The control daemon writes its log to its standard output. The service opens the log there, since the file in the log
-        // directory may have been removed. The log is read from the beginning, since the lines about running servers may be
-        // old.
+        // directory may have been removed. The log is read from the beginning, since the lines about a server that still runs
+        // may be old.
         let log = process.output_file().and_then(|file| {
             let length = file.metadata()?.len();
             Ok((Follower::new(file, &log_path, 0, &self.worker.tools.changes), length))
@@ -208,8 +208,8 @@ impl Worker {
     fn free_place_of_fifo(&self) -> Result<Option<String>, BadDirectory> {
         let plan = &self.plan;
         let place = plan.control_directory().join(driver::LOG_FIFO);
-        // This happens only after the supervisor has given up the private directory. The control daemon then makes its FIFO in
-        // the pipe directory, where the log directory may be too.
+        // Such a log directory is possible only if the supervisor does without a private directory. The control daemon then
+        // makes its FIFO in the pipe directory, where the log directory may be too.
         if plan.log_directory.starts_with(&place) {
             let problem = Problem::new(
                 "is the path at which the control daemon makes a FIFO, so the control daemon would write no \

@@ -92,7 +92,8 @@ impl StateFile {
 
     pub(crate) fn compute_mode_set(&self, uuid: &str) -> ComputeMode {
         let word = self.contents.compute_modes_set.get(uuid);
-        // A state file of an earlier version of the service lacks this value. That version set only `EXCLUSIVE_PROCESS`.
+        // A state file of an earlier version of the service does not say which mode was set. That version set only
+        // `EXCLUSIVE_PROCESS`.
         word.and_then(|word| word.parse().ok()).unwrap_or(ComputeMode::ExclusiveProcess)
     }
 
@@ -374,8 +375,8 @@ mod tests {
         }
     }
 
-    /// The state file of another version may have ids that this version does not know. Such an entry must stay with its key.
-    /// Otherwise the service could not end the control daemon.
+    /// The state file of another version of the service may have ids of control daemons that this version does not know. The
+    /// record of such a control daemon must stay under its id. Otherwise the service could not end the control daemon.
     #[test]
     fn a_control_daemon_with_an_unknown_id_is_not_lost() {
         let directory = tempfile::tempdir().unwrap();

@@ -43,20 +43,23 @@ impl Status {
         let before = std::mem::replace(&mut self.plan, Arc::new(plan.clone()));
         let goes_on = before.pipe_directory == plan.pipe_directory;
         if *plan == (ControlDaemonPlan { supervision: Arc::clone(&plan.supervision), ..(*before).clone() }) {
-            // Nothing changes for clients. The settings are in force once the supervisor has them.
+            // Only the settings for the supervision differ, so nothing changes for clients. The plan is in force once the
+            // supervisor has the new settings.
             self.shown.settled = false;
             return;
         }
         let to_be_set = plan.to_be_set_since(&before).map(str::to_owned).collect();
         self.view.wanted_cpus = plan.cpus;
         self.change(since, |shown| shown.take_order(gpus(plan), goes_on, &to_be_set));
-        // No control daemon looks at a GPU that has left the plan, so what was last seen there would stay for ever.
+        // A health check no longer covers a GPU that is not in the plan any more. So the last facts about this GPU would stay
+        // for ever.
         let gpus = &self.shown.gpus;
         self.bypasses.retain(|bypass| gpus.contains_key(&bypass.gpu_uuid));
         self.compute_modes.retain(|uuid, _| gpus.contains_key(uuid));
     }
 
-    /// Changes the facts that the core decides. If the state changes, `since` is its beginning.
+    /// Changes `shown`, which has the facts that the core decides, and copies them to `view`. If the state of the control
+    /// daemon changes, the new state has begun at `since`.
     fn change(&mut self, since: SystemTime, change: impl FnOnce(&mut DaemonView)) {
         change(&mut self.shown);
         let (view, shown) = (&mut self.view, &self.shown);
@@ -149,9 +152,9 @@ impl Reporter {
         }
     }
 
-    /// Publishes that the control daemon has ended, by this failure if there is one. This call does not wake the main loop: a
-    /// publication would delay the log line about the end. The running act ends right after this call, and its end wakes the
-    /// main loop.
+    /// Publishes that the control daemon has ended, with `failing` as the reason if there is one. This call does not wake the
+    /// main loop: a publication would delay the log line about the end. The running act ends right after this call, and its end
+    /// wakes the main loop.
     pub(super) fn has_ended(&self, failing: Option<&Failing>) {
         self.change(|status| {
             (status.view.pid, status.view.cpus) = (None, None);

@@ -76,7 +76,8 @@ impl Machine {
 
 impl Worker {
     /// Records that the control daemon has ended. Reports the clients that a fatal GPU error has hit, and how many log lines
-    /// were not passed on. `shown` is the state to publish. Without `shown`, the published state stays.
+    /// were not passed on. With `failing`, the state of this failure is published. Without `failing`, the published state
+    /// stays.
     pub(super) fn end_run(&mut self, run: &mut Option<(DaemonRun, Known)>, failing: Option<&Failing>) {
         if let Some((run, mut known)) = run.take() {
             if let Some((server, hit)) = known.take_hit() {

@@ -21,7 +21,7 @@ use super::{Answer, LINES, Machine, Tools, Worker};
 pub(crate) struct SupervisorHandle {
     plan: ControlDaemonPlan,
     since: SystemTime,
-    /// The running act locks the machine. Further acts wait for the lock, in the order in which they came.
+    /// The supervisor's data. The running act locks them. Further acts wait for the lock, in the order in which they came.
     machine: Arc<Mutex<Machine>>,
     events: mpsc::UnboundedSender<CoreEvent<ControlDaemonPlan>>,
     /// Interrupts the act that was ordered last. None before the first act, and after an interruption.

@@ -34,10 +34,12 @@ use mps_core::tenants::{
 /// An answer of NVML that is younger than this is still used for the next caller.
 const FRESH: Duration = Duration::from_secs(1);
 
-/// If NVML fails to list the clients, the last numbers are shown for this time. Then the number of clients is shown as unknown.
+/// If NVML fails to list the clients, the last known number of clients is shown for this time. Then the number is shown as
+/// unknown.
 const STAND: Duration = Duration::from_secs(5);
 
-/// After this time, a recorded container that could not be bound is reported again, since a slice may be free by then.
+/// After this time, a container in the host agent's records is reported again. If the container could not be bound to a slice
+/// before, a slice may be free by then.
 const AGAIN: Duration = Duration::from_secs(60);
 
 const ASKED: Duration = Duration::from_secs(2);
@@ -172,7 +174,7 @@ impl Budgets {
         async move { drop(timeout(ASKED, looks.join_all()).await) }
     }
 
-    /// By the UUIDs of the GPUs.
+    /// The use of each GPU, by the UUID of the GPU.
     pub(crate) fn uses(&self) -> BTreeMap<String, GpuUse> {
         self.watched.iter().map(|(uuid, watched)| (uuid.clone(), watched.looked.borrow().1.clone())).collect()
     }
@@ -191,7 +193,7 @@ struct GpuWatch {
     events: mpsc::Sender<LoopEvent>,
     daemons: FindsDaemons,
     looked: watch::Sender<(Option<Instant>, GpuUse)>,
-    /// The slices that exceed their budgets and whose clients may be ended, by the last list of clients.
+    /// The slices that exceed their budgets and whose clients may be ended, according to the last list of clients.
     over: watch::Sender<Vec<OverBudget<Tenant>>>,
     /// The time at which each client's container was last reported for a binding.
     passed_on: BTreeMap<ProcessId, Instant>,
@@ -199,7 +201,7 @@ struct GpuWatch {
     /// The time of the last question to NVML that was answered.
     seen_at: Instant,
     due: Option<Instant>,
-    /// Decides which clients are ended. During an attempt, the task of the attempt has the enforcer.
+    /// Decides which clients are ended. While a separate task ends clients, that task has the enforcer.
     enforcer: Enforcer<Held>,
 }
 
@@ -286,7 +288,8 @@ impl GpuWatch {
         }
     }
 
-    /// Reports the containers with clients on this GPU that should be bound, each once.
+    /// Reports the containers with clients on this GPU that should be bound to a slice. The same client causes no further
+    /// report for [`AGAIN`].
     async fn pass_on_recorded(&mut self, known: &BTreeMap<u32, KnownClient>) {
         self.passed_on.retain(|process, since| known.contains_key(&process.pid) && since.elapsed() < AGAIN);
         let mut recorded: Vec<(RecordedContainer, DeviceName)> = Vec::new();
@@ -345,8 +348,8 @@ impl GpuWatch {
         })
     }
 
-    /// Records the end of an attempt, and reports the clients that have lost their work. None if the task of the attempt has
-    /// failed.
+    /// Records the end of an attempt to end clients, and reports the clients that have lost their work. `attempted` is None if
+    /// the task of the attempt has failed.
     async fn has_attempted(&mut self, attempted: Option<Attempted>) {
         let (enforcer, victims) =
             attempted.map_or_else(Default::default, |(enforcer, victims)| (enforcer, Some(victims)));

@@ -26,8 +26,8 @@ const PATIENCE: Duration = Duration::from_secs(2);
 /// of the request's short time is for ending the GPU work.
 const PATIENCE_BEFORE_A_SIGNAL: Duration = Duration::from_secs(1);
 
-/// Ends the GPU work of all processes that the request means. Returns when the work has ended, or when the time is over. The
-/// first part of the result names the clients that had work, even after an error.
+/// Ends the GPU work of all processes that the request means. Returns when the work has ended, or after the timeout of the
+/// request. The first part of the result names the clients that had work, even after an error.
 pub(crate) async fn terminate(
     daemons: Vec<ClientsDaemon>,
     wanted: Target,

@@ -178,7 +178,7 @@ fn old_kernel(machine: &mut Machine) {
 
     machine.sh("yunion-mpsctl terminate --device 00:06.0-1");
     wait_for("the client's end", || (machine.property(CLIENT, "ActiveState") != "active").then_some(()));
-    // Without pidfds, the service also notices the end of a control daemon that it has taken over.
+    // Even without pidfds, the service notices the end of a control daemon that it has taken over.
     machine.sh(&format!("kill -KILL {}", running.control_daemon));
     wait_for("another control daemon", || {
         let others = control_daemons(machine);

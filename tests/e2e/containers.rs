@@ -411,9 +411,9 @@ fn comes_back(machine: &Machine, engine: &str, run: &str) {
     }
 }
 
-/// Checks that the engine restarts a container after its client was lost, with its control daemon or by a neighbour's fault.
-/// The engine tries at once and only once, so the hook waits until the slice is served again. `run` is a command that starts a
-/// container with slice 1.
+/// Checks that the engine restarts a container whose client has ended, because the control daemon was killed or because a
+/// client of another slice caused a fatal GPU error. The engine tries the restart at once and only once, so the hook of the
+/// restarted container must wait until the slice is served again. `run` is a command that starts a container with slice 1.
 fn one_comes_back(machine: &Machine, engine: &str, run: &str) {
     // With this delay, a simulated server takes as long to start as a server on a real GPU.
     machine.sh(&format!("echo 1500 >{HOST}/mps/start-ms"));

@@ -175,7 +175,7 @@ pub(crate) fn installed(machine: &Machine) {
     on_the_simulated_host(machine);
 }
 
-/// Removes the package and its files, in whatever state an earlier check left them.
+/// Removes the package and its files. Works after every other check, even if the package is only partly installed.
 fn absent(machine: &Machine) {
     machine.sh(&format!(
         "rm -rf /etc/systemd/system/{SERVICE}.d; systemctl daemon-reload; \
@@ -234,7 +234,7 @@ fn unconfigured(machine: &mut Machine) {
 fn enable(machine: &mut Machine) {
     new_host(machine);
     on_the_simulated_host(machine);
-    // The configuration files have the contents that the guide gives, with the directories of the simulated host.
+    // The configuration files have the contents that the platform's guide gives, with the directories of the simulated host.
     machine.write(
         HOST_CONF,
         &format!(
@@ -248,7 +248,7 @@ fn enable(machine: &mut Machine) {
     );
     let cursor = machine.cursor();
     machine.sh(&format!("systemctl enable --now {SERVICE}"));
-    // `systemctl enable --now` returns after the service has looked at all GPUs once. Only then does systemd call the unit
+    // `systemctl enable --now` returns after the service has checked all GPUs once. Only then does systemd call the unit
     // active.
     assert_eq!(is(machine, "is-active"), "active");
     assert_eq!(is(machine, "is-enabled"), "enabled");
@@ -353,8 +353,8 @@ fn remove_with_a_client(machine: &mut Machine) {
     assert_eq!(control_daemons(machine), Vec::<String>::new());
 }
 
-/// Removes the package after the service has failed. No script stops the control daemon, so the client runs on, although the
-/// programs of the package are gone.
+/// Removes the package after the service has failed. No script stops the control daemon, so the client runs on although the
+/// programs of the package are removed.
 fn remove_failed(machine: &mut Machine) {
     installed(machine);
     Running::start(machine, "");
@@ -434,8 +434,8 @@ fn platforms(machine: &Machine, install: &str) -> String {
     })
 }
 
-/// Checks that the service leaves the platform's control daemon alone while that control daemon has a client, and names its PID
-/// in the status. After the client's end, the service replaces that control daemon.
+/// Checks that the service does not end the platform's control daemon while that control daemon has a client, and that
+/// `yunion-mpsctl status` prints `theirs`, its PID. After the client's end, the service replaces that control daemon.
 fn taken_over(machine: &Machine, theirs: &str) {
     machine.sh("test ! -e /opt/yunion/bin/mps-daemon");
     wait_for("its PID in the reason", || {

@@ -134,8 +134,8 @@ fn corrected(machine: &Machine) {
 
 fn guide(machine: &mut Machine) {
     new_host(machine);
-    // The guide misspells the directory of the platform's configuration as `yunin`. The service does not read a `host.conf` in
-    // that directory.
+    // The platform's guide misspells the directory of the platform's configuration as `yunin`. The service does not read a
+    // `host.conf` in that directory.
     machine.sh(&format!(
         "cd {HOST}/sysroot/etc; mkdir yunin; mv yunion/host.conf yunin; echo 'hostname: host1' >yunion/host.conf
          systemctl reset-failed {SERVICE} 2>/dev/null || :; systemctl start {SERVICE}"

@@ -65,8 +65,8 @@ pub(crate) fn simulated() -> Stage {
     stage
 }
 
-/// Writes a drop-in that makes the service use the simulated host. A container's /sys can't be written, so the host's files are
-/// in another directory.
+/// Writes a drop-in that makes the service use the simulated host. A container's /sys can't be written, so the files of the
+/// simulated host are in another directory.
 pub(crate) fn on_the_simulated_host(machine: &Machine) {
     machine.write(
         &format!("/etc/systemd/system/{SERVICE}.d/simulated.conf"),
@@ -84,7 +84,7 @@ pub(crate) fn new_host(machine: &Machine) {
     machine.sh(&format!(
         "systemctl kill --signal=CONT {SERVICE} 2>/dev/null || :; systemctl stop {SERVICE} || :"
     ));
-    // Ends the control daemons that an earlier check left running.
+    // Control daemons of an earlier check may still run. They are killed here.
     for pid in control_daemons(machine) {
         machine.sh(&format!("kill -KILL {pid} 2>/dev/null || :"));
     }
@@ -272,8 +272,8 @@ fn limits_spare(machine: &mut Machine) {
     assert_eq!(memory(SERVICE), (2u64 << 30).to_string());
     assert_eq!(memory("yunion-mps-control-shared.scope"), "infinity");
 
-    // Another program's scope already has the name. The control daemon therefore stays in the service's control group, and the
-    // service removes the limits of this control group.
+    // Another program's scope already has the name of the control daemon's scope. The control daemon therefore stays in the
+    // service's control group, and the service removes the memory limit of this control group.
     new_host(machine);
     let namesake = "yunion-mps-control-shared.scope";
     machine.sh(&format!(

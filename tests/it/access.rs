@@ -57,8 +57,8 @@ fn is_answer(answer: &str, expected: &str) -> bool {
 
 impl Scene {
     fn new(lines: &str, test: &str) -> Option<Self> {
-        // The fault must last until its clients have ended. A long grace period keeps the service from replacing the server
-        // earlier.
+        // The fault must last until the clients that it has hit have ended. A long grace period keeps the service from
+        // replacing the server earlier.
         let (host, [container, next]) =
             with_containers(test, &format!("cuda_mps_fault_grace: 3600\n{lines}"))?;
         let program = Client::start(Command::new("sleep").arg("600"));
@@ -120,8 +120,8 @@ impl Scene {
         answers
     }
 
-    /// Waits until every method gives root the answer `expected`. The container may have the slice already: its methods must
-    /// answer `to_container`.
+    /// Waits until every method gives root the answer `expected`. The calls from the container must get the answer
+    /// `to_container`, since the container may already have the slice.
     #[track_caller]
     fn all_answer(&self, expected: &str, to_container: &str) {
         wait_for(expected, || {

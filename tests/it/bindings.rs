@@ -286,8 +286,8 @@ fn a_binding_ends_with_its_control_group() {
     assert_eq!(bound(&other), NEIGHBOURS);
 }
 
-/// A container runtime may remove the control group of an ended container late. The next container must get the slice before
-/// that. A control group that has not had a process yet keeps its slice.
+/// A container runtime may remove the control group of an ended container late. The next container must get the slice even
+/// before this removal. A control group that has not had a process yet keeps its slice.
 #[test]
 fn an_empty_control_group_that_had_its_program_gives_its_slice_away() {
     let test = "an_empty_control_group_that_had_its_program_gives_its_slice_away";
@@ -364,8 +364,8 @@ fn a_runtime_binds_by_its_hook() {
         let said = waits.start(hook.args(&arguments[1..]), id).wait_with_output().unwrap();
         (waits, said)
     };
-    // A container runtime without root can't bind. The hook lets the container start, and the service learns its slice from its
-    // environment.
+    // A container runtime without root can't bind. The hook lets the container start, and the service learns the container's
+    // slice from the container's environment.
     let mut of_a_user = host.command("unshare");
     of_a_user.args(["--user", "--map-root-user"]).arg(hook["path"].as_str().unwrap()).args(&arguments[1..]);
     let said = of_a_user.stdin(Stdio::null()).output().unwrap();

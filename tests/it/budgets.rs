@@ -264,8 +264,8 @@ fn nobody_is_ended_again_without_new_work() {
     assert_eq!(host.stop().code(), Some(0));
 }
 
-/// Waits until the service has checked the budgets five more times, enough to end a client. Fails if the service has ended a
-/// client.
+/// Waits until the service has checked the budgets five more times, which is often enough to end a client. Fails if the service
+/// has ended a client.
 fn nobody_was_ended(host: &Host, clients: &[&Client]) {
     let before = looks(host);
     wait_for("more looks", || (looks(host) > before + 4).then_some(()));
@@ -320,7 +320,8 @@ fn a_slice_in_two_containers_ends_nobody() {
 
 const ENTRY: &str = "path: /dev/dri/renderD128, type: NVIDIA_MPS, virtual_number: 4";
 
-/// A smaller budget after a reload ends no client that is already there. It counts for clients that come later.
+/// A smaller budget after a reload ends no client that is already there. The smaller budget counts only for clients that come
+/// later.
 #[test]
 fn a_reload_ends_nobody() {
     if !root_or_skip("a_reload_ends_nobody") {
@@ -370,8 +371,8 @@ fn a_restart_of_the_service_ends_nobody() {
     assert_eq!(host.stop().code(), Some(0));
 }
 
-/// A debugger stops a client, so its GPU work does not end. The service ends the next newest client instead, and retries the
-/// first after longer and longer pauses.
+/// A debugger stops a client, so its GPU work does not end. The service ends the next newest client instead, and tries again to
+/// end the stopped client after longer and longer pauses.
 #[test]
 fn a_client_that_a_debugger_holds_is_told_and_left_alone() {
     if !root_or_skip("a_client_that_a_debugger_holds_is_told_and_left_alone") {
@@ -417,7 +418,8 @@ fn clients_that_come_together_share_a_look() {
     assert_eq!(host.stop().code(), Some(0));
 }
 
-/// With at most one client for each slice, the service checks the budgets only with its health checks.
+/// With at most one client for each slice, the service checks the budgets only after a client has come, and with its health
+/// checks.
 #[test]
 fn one_client_of_each_slice_wakes_nobody() {
     let mut host = serving("");
@@ -433,7 +435,8 @@ fn one_client_of_each_slice_wakes_nobody() {
     for slice in [SLICE, NEIGHBOUR] {
         wait_for_device(&host, slice, "its client", |device| device["clients"] == 1);
     }
-    // The service checks a second time a moment after a client has come. The test waits until 5 s pass between two checks.
+    // The service checks the budgets a second time a moment after a client has come. The test waits until 5 s pass between two
+    // checks.
     let mut before = looks(&host);
     let calm = wait_for("a calm time", || {
         let begun = Instant::now();

@@ -116,7 +116,7 @@ fn clients_are_shown_with_their_containers() {
 }
 
 /// A program's name has line breaks and complete lines of `ps`. The service must not take other processes for clients, must not
-/// wait for them when it ends work, and must print no control characters.
+/// wait for these processes when it ends GPU work, and must print no control characters.
 #[test]
 fn a_name_makes_nobody_a_client() {
     let mut host = Host::serving("h200");
@@ -171,8 +171,8 @@ fn a_name_makes_nobody_a_client() {
     assert_eq!(host.stop().code(), Some(0));
 }
 
-/// After a GPU has left the plan, no control daemon watches for programs without MPS on this GPU, so `clients` must not list
-/// what was last found there.
+/// After a GPU has left the plan, no control daemon's supervisor checks this GPU for programs without MPS. So `clients` must
+/// not list the programs that the last check has found there.
 #[test]
 fn a_bypass_is_not_listed_once_its_gpu_has_left_the_plan() {
     let mut host = Host::new("h200x8");
@@ -195,8 +195,8 @@ fn a_bypass_is_not_listed_once_its_gpu_has_left_the_plan() {
     assert_eq!(host.stop().code(), Some(0));
 }
 
-/// After another program has changed the compute mode, a program starts without MPS. The state names it until it ends. Clients
-/// lose nothing, not even by a reload meanwhile.
+/// After another program has changed the compute mode, a program starts without MPS. The service's state names this program
+/// until it ends. Clients lose nothing, not even by a reload meanwhile.
 #[test]
 fn a_bypass_is_told_and_nobody_loses_anything() {
     let mut host = Host::serving("h200");

@@ -319,8 +319,8 @@ async fn exit_statuses_say_what_happened() {
     );
 }
 
-/// The output of a failed `env` is such that a script fails with it. Otherwise a script without error checks would start its
-/// program without a slice.
+/// If `env` fails, its output makes a script fail that uses it. Otherwise a script without error checks would start its program
+/// without a slice.
 #[tokio::test]
 async fn the_reader_of_an_env_that_fails_refuses_its_answer() {
     let empty = PrivateBus::start();
@@ -482,8 +482,8 @@ async fn run_passes_signals_on() {
     }
 }
 
-/// `run` passes signals with a meaning of the program's own, such as SIGUSR1, to its command only, and not to the children of
-/// the command.
+/// `run` passes signals whose meaning each program defines itself, such as SIGUSR1, to its command only, and not to the
+/// children of the command.
 #[tokio::test]
 async fn run_passes_signals_on_that_mean_something() {
     let (board, _directory) = with_socket(p40_board());
@@ -501,7 +501,7 @@ async fn run_passes_signals_on_that_mean_something() {
     kill_process(pid, Signal::USR1).unwrap();
     assert_eq!(line().await.as_deref(), Some("got it"));
     assert_eq!(line().await.as_deref(), Some("lives"));
-    // The command does not handle SIGUSR2, so the signal ends it. `run` returns the status for this end.
+    // The command does not handle SIGUSR2, so the signal ends it. `run` returns 128 plus the number of the signal.
     end(pid);
     let status = timeout(DEADLINE, run.wait()).await.unwrap().unwrap();
     assert_eq!(status.code(), Some(128 + Signal::USR2.as_raw()));

@@ -482,7 +482,7 @@ async fn before_the_first_plan_nothing_is_claimed() {
     }
     assert_eq!(busctl(&service.bus, "ListControlDaemons", &[]).await.1, json!([[]]));
 
-    // The service now knows that it serves no GPU. So the list is empty, and no longer an error.
+    // The service now knows that it serves no GPU. So `ListDevices` returns an empty list, and no longer an error.
     service.publish(Snapshot { gpus: Some(Vec::new()), generation: 1, ..starting() }).await;
     assert_eq!(busctl(&service.bus, "ListDevices", &[]).await.1, json!([[]]));
 }
@@ -735,8 +735,8 @@ async fn changes_are_told_once_and_nothing_else_is() {
     assert_eq!(all[0]["Healthy"], json!(["b", false]));
 }
 
-/// Signals report overuse. Changes of clients and memory cause no signal, since they are too frequent; each call returns their
-/// present values.
+/// Signals report a slice over its budget. A slice's number of clients and its used memory change too often for signals; each
+/// call returns their present values.
 #[tokio::test]
 async fn overuse_is_told_and_use_is_not() {
     let used = |clients, overuse: &str| {

@@ -606,7 +606,7 @@ fn the_runtime_directory_of_another_unit_is_not_the_services() {
 }
 
 /// Root types the remedies that doctor prints. A process can choose its own name and environment, so a remedy must quote them.
-/// Otherwise root would execute a command of theirs.
+/// Otherwise root would execute a command of that process.
 #[test]
 fn a_remedy_does_not_let_others_type() {
     let mut scene = Scene::new("h200");
@@ -619,7 +619,7 @@ fn a_remedy_does_not_let_others_type() {
     assert!(remedy.contains(&format!("CUDA_MPS_PIPE_DIRECTORY='{pipe}' ")), "{remedy}");
 }
 
-/// Doctor of a user who is not root reports no finding about files that only root can read.
+/// If a user other than root runs doctor, it reports no finding about files that only root can read.
 #[test]
 fn what_is_for_root_is_not_judged() {
     if !root_or_skip("what_is_for_root_is_not_judged") {

@@ -92,7 +92,8 @@ fn waits_for_log(host: &Host, words: &str) {
     wait_for(words, || host.log().contains(words).then_some(()));
 }
 
-/// Waits until the service has read the control daemon's log beyond the offset `place`, and has written this to the state file.
+/// Waits until the service has read the control daemon's log beyond the offset `place`, and has written its new offset to the
+/// state file.
 fn read_up_to(host: &Host, place: usize) {
     wait_for("the state file to follow", || {
         let state_file = fs::read(host.path("run/state.json")).unwrap_or_default();
@@ -127,8 +128,8 @@ fn stopped_processes_are_continued(topology: Topology) {
         [(vec![control], true), (vec![server_pid], false), (vec![server_pid, control], false)]
     {
         for victim in &victims {
-            // On a busy machine the service may continue the process before the test has seen it stopped. So a message about
-            // this in the log counts too.
+            // On a busy machine the service may continue the process before the test has seen it stopped. So the test also
+            // accepts the service's message that it has continued a process.
             let continued =
                 || host.log().matches("was stopped by a signal; the service has continued").count();
             let so_far = continued();
@@ -236,16 +237,16 @@ fn a_fault_is_told_and_heals_when_clients_leave(topology: Topology) {
         assert_eq!(server(&status), server(&before), "the server gets over it by itself");
         a_client_is_served(&host);
     }
-    // The server writes a line about the fault for each client. The service logs one error for the fault, and none of these
-    // lines as an error.
+    // The server writes a line about the fault to its log for each client. The service logs one error for the fault, and passes
+    // none of these lines on as an error.
     let log = host.log();
     let errors: Vec<&str> = log.lines().filter(|line| line.contains(" ERROR ")).collect();
     assert!(errors.iter().any(|line| line.contains("clients that were hit")), "{errors:#?}");
     assert!(!errors.iter().any(|line| line.contains(" mps: ")), "{errors:#?}");
 }
 
-/// The clients may have ended before the service reads about the fault in the log. The messages still name their owners, since
-/// the service has looked at each client when it came.
+/// The clients may have ended before the service reads about the fault in the log. The messages still name the owners of the
+/// clients, since the service has identified each client when the client came.
 fn a_fault_names_the_owners_of_those_hit(topology: Topology) {
     let mut host = Host::with_topology(topology, "h200");
     host.configure("log_level: debug");
@@ -304,8 +305,8 @@ fn a_fault_that_ends_the_control_daemon_is_told(topology: Topology) {
     a_client_is_served(&host);
 }
 
-/// Kills the service after it has read about the fault in the log and has stored how far it has read. The next service has
-/// another grace period for faults.
+/// Kills the service after it has read about the fault in the log and has stored how far it has read. The next service starts
+/// with the line `next_grace` in host.conf, which sets another grace period for faults.
 fn dies_having_read_of_the_fault(host: &mut Host, next_grace: &str) {
     host.wait_for_status("faulted", |status| control_daemon(status)["state"] == "faulted");
     let log = fs::read_to_string(host.control_log()).unwrap();
@@ -345,8 +346,8 @@ fn is_healed_after_the_grace(topology: Topology, shorten_the_grace: impl FnOnce(
     stays.end();
 }
 
-/// With driver 535 the control daemon can't tell the state of its server. So the service takes the fault for over when all
-/// clients that were hit have ended. It does not end the server, since other clients of it may still compute.
+/// With driver 535 the control daemon can't tell the state of its server. So the service treats the fault as over when all
+/// clients that were hit have ended. The service does not end the server, since other clients of the server may still compute.
 #[test]
 fn a_fault_lasts_where_nobody_tells_of_its_end() {
     let mut host = Host::new("h200");
@@ -637,7 +638,8 @@ fn flood(host: &Host, pipe: &Path, commands: usize) {
 }
 
 /// The service rotates a log that is too large while processes write to it. The service still understands later lines and
-/// misses no fault. This holds even for a service that has just started and can't find the lines about limits in the log.
+/// misses no fault. This also holds for a service that has just started: the lines in which the server has confirmed its limits
+/// are no longer in the log.
 fn the_log_is_rotated_under_load(topology: Topology) {
     let mut host = Host::with_topology(topology, "h200");
     host.configure("cuda_mps_log_max_size: 1");
@@ -737,8 +739,8 @@ fn xid_is_told(host: &Host, gpu: usize, number: u32) {
 /// A third of the 30 s between two health checks of an unused GPU.
 const BEFORE_THE_NEXT_LOOK: Duration = Duration::from_secs(10);
 
-/// Waits at most `longest`. The next regular health check would find the change too, so the limit must be shorter than the time
-/// to this health check.
+/// Waits at most `longest` for a change that an early health check causes. The next regular health check would cause the change
+/// too, so `longest` must be shorter than the time to that health check.
 fn wait_within<T>(longest: Duration, what: &str, mut look: impl FnMut() -> Option<T>) -> T {
     let deadline = Instant::now() + longest;
     wait_for(what, || {
@@ -748,7 +750,8 @@ fn wait_within<T>(longest: Duration, what: &str, mut look: impl FnMut() -> Optio
     })
 }
 
-/// The service reports a critical error of a GPU, and checks the GPU at once. So it also finds another change of the GPU early.
+/// The service reports a critical error of a GPU, and checks the GPU at once. So it restores a changed compute mode of the GPU
+/// before the next regular health check.
 fn a_critical_error_is_told_and_looked_into(topology: Topology) {
     let mut host = Host::serving_as(topology, "h200");
     host.plant("gpus/0/compute_mode", "Default");
@@ -806,8 +809,8 @@ fn a_gpu_that_needs_a_reset_takes_no_new_client() {
     assert_eq!(healthy(&host), 32);
     bystander.check();
     drop(bystander);
-    // Only while the service is stopped can an administrator reset a GPU. So after a stop, the service no longer asks for a
-    // reset.
+    // Only while the service is stopped can an administrator reset a GPU. So a service that starts after a stop no longer asks
+    // for a reset.
     host.meets_xid(3, 48);
     wait_for("a GPU that takes no client", || (healthy(&host) == 28).then_some(()));
     assert_eq!(host.stop().code(), Some(0));
@@ -863,8 +866,8 @@ fn a_clock_that_jumps_disturbs_nobody(topology: Topology) {
     for (offset, days) in [("-3d", -3), ("+5d", 5), ("-1d", -1)] {
         set(offset);
         host.reload();
-        // Events have the new system time. The list is in the order of events, so the newest event is last even if its time is
-        // earlier.
+        // Events have the new system time. The list has the events in the order in which they happened, so the newest event is
+        // last even if its time is earlier.
         let (at, text) = wait_for("an event of that day", || {
             let (at, text) = newest(&host);
             const DAY: i64 = 86_400_000_000;
@@ -898,7 +901,8 @@ fn latency_of_status(host: &Host, mut done: impl FnMut() -> bool) -> (Duration, 
 }
 
 /// A tenant can add 64 MiB of lines to a control daemon's log at once. While the service reads them, it still answers callers
-/// and replaces a control daemon that ends. It rotates the log, and understands a fault after these lines.
+/// and replaces a control daemon that ends. It rotates the log, and understands the message about a fault that comes after
+/// these lines.
 fn a_burst_in_the_log_keeps_nobody_waiting(topology: Topology) {
     let mut host = Host::with_topology(topology, "h200");
     host.configure("cuda_mps_log_max_size: 1");
@@ -1185,7 +1189,7 @@ fn a_full_gpu_stays_healthy_and_says_so() {
 }
 
 /// Without multi-user mode, a client of another user waits until all clients of the first user have ended. The service reports
-/// the waiting client in an event and lists it.
+/// the waiting client in an event, and `clients` lists it as waiting.
 #[test]
 fn a_client_that_waits_for_another_user_is_told() {
     if !root_or_skip("a_client_that_waits_for_another_user_is_told") {

@@ -76,8 +76,8 @@ fn run_free_takes_the_slice_with_the_fewest_clients() {
     }
 }
 
-/// A container has a client only after its program has started CUDA. So `env --free` also counts the slices that it has just
-/// given out.
+/// A container has a client only after its program has started CUDA. So `env --free` treats a slice that it has just given out
+/// as if the slice already had one more client.
 #[test]
 fn each_choice_of_a_moment_is_another_slice() {
     let mut host = Host::new("tesla-p40");

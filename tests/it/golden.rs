@@ -169,8 +169,8 @@ fn board(name: &str) {
     );
 }
 
-/// Compares a command's output with its recorded file. If the directory has all outputs, compares the output for 120 columns
-/// too.
+/// Compares a command's output with its recorded file. If all outputs of the board are recorded, compares the output for 120
+/// columns too.
 fn hold(
     golden: &mut Golden,
     host: &Host,

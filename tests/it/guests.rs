@@ -289,8 +289,8 @@ fn bad_records_are_not_believed() {
     platform.record("u-2", &group, NEIGHBOURS);
     is_claimed("a container of two guests");
     fs::remove_dir_all(servers.join("u-2")).unwrap();
-    // The newest host agent records only a GPU and no slice. The service had looked at the client before this record was
-    // written.
+    // The newest host agent records only a GPU and no slice. The service has identified the client before the test writes this
+    // record.
     platform.record("u-1", &group, "00:06.0");
     let listed = platform.listed(&client);
     assert_eq!((known(&listed), names(&listed)), (["00:06.0", "platform"], NAMES), "{listed:#}");
@@ -410,7 +410,8 @@ fn a_container_with_a_gpu_in_the_records_gets_a_free_slice() {
     old.end();
     drop(group);
     wait_for("a free slice", || (bound(&platform) == ["", "train-1/main", "", ""]).then_some(()));
-    // A binding by root replaces a binding from the host agent's records. A host agent that calls Bind itself does the same.
+    // A binding by root replaces a binding from the host agent's records. So does a binding by a host agent that calls Bind
+    // itself.
     let pid = neighbour.id().to_string();
     succeeded(&platform.host.mpsctl(&["bind", "00:06.0-3", "--pid", &pid, "--label", "main of train-1"]));
     assert_eq!(bound(&platform), ["", "", "", "main of train-1"]);

@@ -163,8 +163,8 @@ fn a_host_has_gpus_of_both_kinds() {
     assert_eq!(["Exclusive_Process", "Default"], [host.compute_mode(0), host.compute_mode(1)]);
     let held: Vec<Client> = ["1b:00.0-1", "2d:00.0-1", "2d:00.0-2"].map(|slice| client(&host, slice)).into();
     assert!(host.clients().iter().all(|one| one["bypass"] == false), "{:#?}", host.clients());
-    // The new configuration wants one control daemon for the second GPU. This control daemon starts when the clients of all
-    // slices have ended.
+    // The new configuration wants one control daemon for both GPUs. This control daemon starts when the clients of all slices
+    // have ended.
     host.devices(&[&entry(128, "gpu"), &entry(129, "gpu")]);
     let changes = text(&host.mpsctl(&["check", "--sysroot", &host.path("sysroot").display().to_string()]));
     assert!(changes.contains("control daemon 2d:00.0-"), "{changes}");
@@ -177,7 +177,7 @@ fn a_host_has_gpus_of_both_kinds() {
     let status = host.wait_for_state("ready");
     assert_eq!(status["control_daemons"].as_array().unwrap().len(), 1, "{status:#}");
     assert_eq!(host.compute_mode(1), "Exclusive_Process");
-    // The configuration before is restored, so each slice of the second GPU gets its own control daemon again.
+    // The test restores the former configuration, so each slice of the second GPU gets its own control daemon again.
     let held = client(&host, "2d:00.0-1");
     host.devices(&[&entry(128, "gpu"), &entry(129, "slice")]);
     host.reload();

@@ -136,8 +136,8 @@ fn a_restart_of_the_kubelet_rejects_no_pod_whose_slice_is_served() {
     assert!(kubelet.given().is_empty());
 }
 
-/// A kubelet that starts removes the sockets of plugins, also of a plugin that is just registering. It needs this socket before
-/// it answers the registration.
+/// A kubelet that starts removes the sockets of plugins, also of a plugin that is just registering. The kubelet needs this
+/// socket before it answers the registration.
 #[test]
 fn a_removed_socket_is_made_again_while_the_kubelet_does_not_answer() {
     let host = Host::serving("h200");
@@ -220,8 +220,8 @@ fn a_slice_of_a_pod_stays_healthy_and_one_of_a_stranger_never_is() {
     }
 }
 
-/// Another GPU is cut into other slices. The slices of running pods keep the name of their resource: the kubelet would take all
-/// devices of a new resource for free.
+/// Another GPU is cut into other slices. The slices of running pods keep the name of their resource: the kubelet would treat
+/// all devices of a new resource as free.
 #[test]
 fn a_gpu_that_is_cut_anew_changes_nothing_for_pods_on_other_gpus() {
     let test = "a_gpu_that_is_cut_anew_changes_nothing_for_pods_on_other_gpus";
@@ -347,7 +347,7 @@ fn a_second_plugin_leaves_the_sockets_of_the_first_alone() {
     let second = Plugin::started_by(&host, Plugin::command(&host, &[]), "second.log");
     second.wait_until_it_says("another device plugin serves this socket");
     kubelet.events.clear();
-    // When this list arrives, the second plugin has also looked at the socket of the first.
+    // When this list arrives, the second plugin has also checked the socket of the first plugin.
     a_new_list(&host, &mut kubelet, "00:06.0-3");
     assert!(!first.said().contains("the socket was removed"), "{}", first.said());
     let registrations = kubelet.heard.iter().filter(|event| event["event"] == "registered");
@@ -374,7 +374,7 @@ fn without_an_inotify_instance_the_plugin_names_the_setting_and_goes_on() {
     assert!(!plugin.said().contains("which makes this directory"), "{}", plugin.said());
 }
 
-/// A kubelet before version 1.26 accepts the registration, but never asks this plugin for its devices.
+/// A kubelet before version 1.26 accepts the registration, but never asks the plugin for its devices.
 #[test]
 fn a_kubelet_that_never_asks_for_devices_is_named() {
     let host = Host::serving("h200");

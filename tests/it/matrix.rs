@@ -43,7 +43,7 @@ const STOP: [&str; 5] = ["quit", "ended", "forgotten", "mode-back", "mode-forgot
 /// Stands for a kill after a random time instead of a step.
 const ANY_TIME: &str = "any time";
 
-/// A test that has killed the service so often without meeting each step has failed.
+/// A test fails if it has killed the service this often and has still not killed it at each step.
 const MOST_KILLS: u32 = 200;
 
 /// The moment of a kill: `delay` after a step, or, for [`ANY_TIME`], `delay` after the kill was chosen.
@@ -138,11 +138,11 @@ struct Row {
     nodes: &'static [u64],
     slices: u64,
     reloads: u64,
-    /// The numbers of listed slices that are right at this moment.
+    /// The numbers of slices that the service may list at this moment.
     devices: Vec<usize>,
     service: Option<Service>,
     clients: Vec<Bystander>,
-    /// Control daemons with clients. They must not end.
+    /// The PIDs of the control daemons with clients. These control daemons must not end.
     held: Vec<u32>,
     pipes: Vec<PathBuf>,
     kills: BTreeMap<(&'static str, &'static str), u32>,

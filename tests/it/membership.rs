@@ -221,8 +221,8 @@ fn a_mount_that_the_first_process_does_not_have_proves_nothing() {
     let mounts = fs::read_to_string(format!("/proc/{}/mountinfo", tenant.id())).unwrap();
     assert!(mounts.contains("slices/") && !mounts.contains(" / / "), "then this proves nothing: {mounts}");
     scene.is_known(tenant.id(), Some(CLAIMED), Some("environment"));
-    // Without the first process, the tenant's process is the oldest of the container. So the service takes its mount for one of
-    // the container runtime.
+    // Without the first process, the tenant's process is the oldest of the container. So the service believes that the
+    // container runtime has made the mount of this process.
     let _ = first.kill();
     let _ = first.wait();
     scene.is_known(tenant.id(), Some(NEIGHBOURS), Some("mount"));

@@ -89,7 +89,7 @@ fn promtool_has_no_remark_about_the_metrics() {
     }
 }
 
-/// The check finds wrong metrics: promtool complains about the names in the newer format.
+/// Proves that promtool reports wrong metrics: it complains about the names in the newer format.
 #[test]
 fn promtool_has_remarks_about_wrong_metrics() {
     for (_, newer) in recorded("metrics.txt") {

@@ -161,7 +161,7 @@ fn of_555_without_a_gpu_has_no_server() {
     let mut host = host("555");
     host.start();
     let status = host.wait_for_status("a third failure", |status| {
-        // Until the service has looked at the host once, the status has no control daemon.
+        // Until the service has examined the host once, the status has no control daemon.
         let control_daemon = &status["control_daemons"][0];
         control_daemon["state"] == "backoff" && control_daemon["starts"].as_u64() >= Some(3)
     });

@@ -56,7 +56,7 @@ impl Rounds {
         }
     }
 
-    /// Waits until the service has logged `said` about the client with its slice, behind the place `since` of the log.
+    /// Waits until the service has logged `said` about the client with its slice, after the offset `since` of the log.
     fn is_told(&self, since: usize, pid: u32, slice: &str, said: &str) {
         let owner = |label: &str| format!("PID {pid} of {label}, slice {slice}");
         let known = [owner("job-17"), owner(&format!("user {}", own_user()))];

@@ -26,8 +26,8 @@ const ROUNDS: usize = 4;
 /// The part of a message that names the slice of each client except the bystander.
 const SLICE: &str = ", slice 00:06.0-1";
 
-/// Checks that the service had ended the command's GPU work before `run` passed the signal on. The command ends with CUDA's
-/// error, or by the signal if the signal comes first.
+/// Checks that the service had ended the GPU work of the command before `yunion-mpsctl run` passed the signal on to the
+/// command. The command ends with CUDA's error, or by the signal if the signal comes first.
 fn assert_released((status, said): (Option<i32>, String), signal: Signal) {
     assert!(!said.contains("which may be a fault for other clients of the GPU"), "{signal:?}: {said}");
     match status {
@@ -193,8 +193,8 @@ fn a_strangers_control_group_is_in_no_containers_way() {
     let _ = fs::remove_dir(parent);
 }
 
-/// A client whose slice is unknown may have any slice. So `terminate --device` must not report that no client of a slice is
-/// left.
+/// A client whose slice is unknown may have any slice. So `terminate --device` must not report that a slice has no client any
+/// more.
 #[test]
 fn a_client_that_lost_its_environment_is_named() {
     let mut scene = Neighbours::new();
@@ -257,7 +257,7 @@ fn call(command: &mut Command, method: &str, arguments: &[&str]) -> String {
     text(&command.output().unwrap())
 }
 
-/// A user other than root may not end GPU work, not even in the user's own programs. The control daemon waits for a program
+/// A user other than root may not end GPU work, not even in the user's own programs: the control daemon waits for a program
 /// that it disconnects, and meanwhile serves no other client.
 #[test]
 fn only_root_may_end_gpu_work() {
@@ -594,8 +594,8 @@ fn a_flood_of_terminations_holds_up_neither_supervision_nor_root() {
     }
 }
 
-/// The next service has no use for this control daemon, or does not even know it from its state file. A request to end its
-/// client's GPU work must still reach this control daemon.
+/// A control daemon outlives the service that has started it. The next service does not need this control daemon, or does not
+/// even know it from the state file. A request to end the GPU work of its client must still reach this control daemon.
 #[test]
 fn control_daemons_that_do_not_serve_as_planned_are_asked_too() {
     for forgotten in [false, true] {
@@ -641,7 +641,8 @@ fn a_control_daemon_that_hangs_holds_up_nobody_else() {
         command.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap()
     };
     let mut attempts = ways.map(attempt);
-    // One loop handles reloads and these requests. The reload is answered, so the pending requests do not block the loop.
+    // The service's loop handles reloads and requests to end GPU work. The reload is answered, so the pending requests do not
+    // block the loop.
     assert!(scene.host.json(&["list"]).is_some());
     succeeded(&scene.host.mpsctl(&["reload"]));
     let pending =

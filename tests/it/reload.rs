@@ -61,8 +61,8 @@ fn context_mib(slice: &Value) -> u64 {
     32 + 7 * slice["mps_thread_percentage"].as_u64().unwrap()
 }
 
-/// The key `memory` sets the memory of the slices of an entry. The service publishes this limit and sets it in the control
-/// daemon. It refuses a sum beyond the GPU's memory, names the key, and changes nothing.
+/// The key `memory` sets the memory of the slices of an entry in the device file. The service publishes this limit and sets it
+/// in the control daemon. It refuses a sum beyond the GPU's memory, names the key, and changes nothing.
 fn the_memory_of_slices_is_as_written(topology: Topology) {
     let mut host = Host::serving_as(topology, "h200");
     let client = host.client();
@@ -329,8 +329,8 @@ fn a_bad_configuration_changes_nothing() {
     assert_eq!(host.stop().code(), Some(0));
 }
 
-/// A mistyped type makes the only entry invalid. Without a valid entry the service would serve all GPUs, so it must refuse this
-/// file.
+/// A mistyped `type` makes the only entry of the device file invalid. Without a valid entry the service would serve all GPUs,
+/// so it must refuse this file.
 #[test]
 fn a_typing_error_in_a_type_takes_no_gpu() {
     let mut host = Host::new("h200x8");
@@ -756,8 +756,8 @@ fn a_mode_that_is_set_late_is_put_back() {
     assert_eq!(host.compute_mode(1), "Default");
 }
 
-/// MPS is disabled while a control daemon waits for its last clients. The answer says that the control daemon still waits for
-/// them.
+/// MPS is disabled while a control daemon waits for its last clients. The answer to the reload says that the control daemon
+/// still waits for these clients.
 #[test]
 fn disabling_spares_the_clients_that_are_waited_for_and_says_so() {
     let mut host = serving("shared", &[A]);
@@ -784,8 +784,9 @@ fn disabling_spares_the_clients_that_are_waited_for_and_says_so() {
     host.nothing_runs();
 }
 
-/// If a stop can't take a recorded control daemon over, it can't end it, and does not restore the compute mode of its GPU. In
-/// the former mode, programs without MPS could use the GPU beside that control daemon's clients.
+/// If a service that stops can't take a recorded control daemon over, it can't end this control daemon, and does not restore
+/// the compute mode of the control daemon's GPU. In the former mode, programs without MPS could use the GPU beside that control
+/// daemon's clients.
 #[test]
 fn a_control_daemon_that_stays_keeps_its_compute_mode() {
     let mut host = Host::serving("h200");

@@ -80,7 +80,7 @@ fn a_service_manager_that_does_not_read_holds_nobody_up() {
         let reloaded = host.call("Control.Reload");
         assert!(reloaded.status.success(), "{}", crate::support::host::text(&reloaded));
     }
-    // The service manager now reads again. Its first notification is about the last reload.
+    // The service manager now reads again. The first notification that it reads is the start of a reload.
     let heard = manager.until(|message| message.starts_with("STATUS=") || message == "READY=1");
     assert_eq!(heard.first().map(String::as_str), Some("RELOADING=1"), "{heard:?}");
     host.signal(Signal::TERM);
@@ -149,8 +149,8 @@ fn ready_waits_for_the_next_control_daemon() {
     assert_eq!(host.stop().code(), Some(0));
 }
 
-/// A control daemon must not inherit the service's variables for systemd. With the socket it could send false notifications,
-/// and the variables of the watchdog would tell it to send WATCHDOG=1.
+/// A control daemon must not inherit the service's variables for systemd. With the path of the notification socket it could
+/// send false notifications, and the variables of the watchdog would tell it to send WATCHDOG=1.
 #[test]
 fn the_control_daemon_does_not_inherit_the_socket() {
     let mut host = Host::new("tesla-p40");

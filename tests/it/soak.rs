@@ -121,9 +121,9 @@ impl Life {
     }
 }
 
-/// For `SOAK_SECONDS` (600), clients come and go, configurations change, faults happen, and the service is killed. No client
-/// may be lost. In the second half the service is not killed. At its end, the service has no more open files and threads than
-/// at its beginning, and hardly more memory.
+/// For the number of seconds in the variable `SOAK_SECONDS`, by default 600, clients come and go, configurations change, faults
+/// happen, and the service is killed. No client may be lost. In the second half the service is not killed. At the end of this
+/// half, the service has no more open files and threads than at its beginning, and hardly more memory.
 #[test]
 #[ignore = "takes ten minutes: make soak"]
 fn soak() {

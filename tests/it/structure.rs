@@ -147,8 +147,8 @@ impl Crate {
         self.sources.iter().any(|source| source.module == place)
     }
 
-    /// Returns the files that each file uses, each with the number of a line that uses it. A use of a module around the file
-    /// itself does not count.
+    /// Returns the files that each file uses, each with the number of a line that uses it. A use of a module that contains the
+    /// file itself does not count.
     fn uses(&self) -> BTreeMap<&[String], BTreeMap<Vec<String>, usize>> {
         let uses = self.sources.iter().filter(|source| !source.path.ends_with("main.rs")).map(|source| {
             let mut used = BTreeMap::new();
@@ -363,7 +363,7 @@ fn the_promises_of_the_architecture_page_are_those_of_the_tests() {
     assert!(now == page, "docs/architecture.md is old: run scripts/promises.py");
 }
 
-/// The words of this list hide the subject of a sentence. No line of the product may have one.
+/// These words hide the subject of a sentence. No line in the source files of the product's crates may contain any of them.
 #[test]
 fn sentences_name_their_subjects() {
     let words = Regex::new(r"(?i-u)\b(nobody|whoever|one that|is told of|none that)\b").unwrap();

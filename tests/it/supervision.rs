@@ -434,7 +434,7 @@ fn before_volta_a_control_daemon_without_its_directory_is_left_to_its_clients() 
 }
 
 /// From Volta on, NVML lists the clients. So the service can replace a control daemon that it can't reach and that has no
-/// clients. It names the clients that lose their work before each signal.
+/// clients. Before its signal to the control daemon, the service writes to its log that no work is lost.
 fn an_idle_control_daemon_without_its_directory_is_replaced_with_a_word(topology: Topology) {
     let mut host = Host::serving_as(topology, "h200");
     let before = control_pid(&host.wait_for_state("ready"));
@@ -477,7 +477,8 @@ fn assert_warned_of_signal(host: &Host, control_daemon: u32, whom: &str) {
 }
 
 /// The sockets of the service's control daemon are in a private directory. A foreign control daemon in the pipe directory
-/// therefore takes no clients from it. Before its next start, the service ends the foreign control daemon.
+/// therefore takes no clients from the service's control daemon. The service makes its link in the pipe directory again, and
+/// its log names the foreign process.
 fn another_control_daemon_in_the_pipe_directory_takes_no_clients(topology: Topology) {
     let mut host = Host::with_topology(topology, "h200");
     // The immutable flag would keep the foreign control daemon from making its sockets. So this service may not set the flag.
@@ -576,8 +577,8 @@ fn a_start_waits_a_moment_for_the_lock_of_a_service_that_is_on_its_way_out() {
     assert_eq!(host.stop().code(), Some(0));
 }
 
-/// Wraps the front end in a script. It adds a line to one file for each run, and to another file if two front ends run at once.
-/// Returns the paths of both files.
+/// Wraps the front end in a script. The script adds a line to one file for each run, and to another file if two front ends run
+/// at once. Returns the paths of both files.
 fn watched_front_ends(host: &mut Host) -> (PathBuf, PathBuf) {
     let (real, wrapper) = (host.path("bin"), host.path("wrapper"));
     let (runs, overlaps) = (host.path("runs"), host.path("overlaps"));

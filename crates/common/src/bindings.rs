@@ -99,8 +99,8 @@ mod tests {
 
     use super::*;
 
-    /// The service limits the size of a binding by `bytes_of`. `bytes_of` must be exact for every path of a control group and
-    /// for every label, also for characters that JSON escapes.
+    /// The service computes the size of a binding with `bytes_of`, and refuses a binding that is too large. So `bytes_of` must
+    /// be exact for every path of a control group and for every label, also for characters that JSON escapes.
     #[test]
     fn a_binding_has_the_bytes_that_are_written_of_it() {
         let gpu = "0001:1a:00.0".parse().unwrap();

@@ -15,7 +15,7 @@ pub struct Configured {
 }
 
 impl Configured {
-    /// Returns true also if the GPU may be a named GPU whose UUID is not known.
+    /// Returns whether the configuration names this GPU, or may name it because the UUID of some named GPU is not known.
     pub fn may_have(&self, uuid: &str) -> bool {
         self.certainly.contains(uuid) || self.others.as_ref().is_some_and(|others| !others.contains(uuid))
     }

@@ -199,7 +199,8 @@ impl<P: Clone + PartialEq> Core<P> {
     /// True if a control daemon starts, or gets one more GPU, as soon as another control daemon, which is about to end now, has
     /// ended. `view` returns the view of a control daemon that has a supervisor.
     pub fn is_starting<'v>(&self, view: impl Fn(&DaemonId) -> Option<&'v DaemonView>) -> bool {
-        // A control daemon of the state file that has no supervisor keeps its GPUs at least until the next plan.
+        // A control daemon of the state file that has no supervisor keeps its GPUs at least until the next plan, so it is not
+        // about to end now.
         let is_put_off = |id: &DaemonId| view(id).is_none_or(|view| view.put_off);
         self.serving().any(|(id, one)| {
             let held = self.held(id);

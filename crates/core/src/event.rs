@@ -118,7 +118,7 @@ pub enum RunUse {
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum ModeOutcome {
-    /// The GPU has the compute mode of the service, or the log has the reason why the GPU has another mode.
+    /// The GPU has the compute mode of the service, or the service has logged the reason why the GPU has another mode.
     Taken,
     /// The GPU has its saved compute mode again, or a mode that another program has set since.
     PutBack,

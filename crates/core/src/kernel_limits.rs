@@ -64,7 +64,8 @@ pub fn limits_around(
     around.flat_map(with_inside).collect()
 }
 
-/// The limits of one bound control group on its GPUs. `inside` has its own binding and the bindings of its descendants.
+/// The limits of one bound control group on its GPUs. `inside` has the binding of this control group and the bindings of its
+/// descendants.
 fn limits_of<'b>(
     one: &Binding,
     inside: impl Iterator<Item = &'b Binding>,

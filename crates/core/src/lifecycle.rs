@@ -21,8 +21,8 @@ const HELD_PAUSE: Duration = Duration::from_secs(1);
 /// The longest pause while the control daemon waits for something outside of it, such as the fabric manager.
 const SOON: Duration = Duration::from_secs(3);
 
-/// Returns whether new programs should wait for the next control daemon during this pause. A long pause follows several
-/// failures in a row, after which the wait could be endless.
+/// Returns whether new programs should wait for the next control daemon during this pause. New programs do not wait during a
+/// long pause, which follows several failures in a row, since the control daemon might never start.
 pub fn programs_wait(pause: Duration) -> bool {
     pause < HELD_PAUSE
 }
@@ -79,8 +79,8 @@ impl Told {
 pub(crate) enum Next {
     Act(DaemonAct),
     Interrupt,
-    /// The control daemon waits for GPUs that others have, and needs no supervisor meanwhile: a supervisor would be shown as
-    /// starting for as long as the clients on these GPUs stay.
+    /// The control daemon waits for GPUs that other control daemons have, and needs no supervisor meanwhile. With a supervisor,
+    /// the service would publish that the control daemon starts, for as long as the clients on these GPUs stay.
     Wait,
     Release,
 }

@@ -63,7 +63,8 @@ impl Modes {
         }
     }
 
-    /// Returns whether the compute mode of this GPU is being changed. Until the change is done, no other task may set the mode.
+    /// Returns whether the compute mode of this GPU is being changed. No other part of the code may set the mode until the
+    /// change is done.
     pub(crate) fn is_under_way(&self, gpu: &GpuUuid) -> bool {
         self.under_way.contains(gpu)
     }

@@ -1,5 +1,5 @@
-//! Puts known and possible defects back into the core, one at a time. Some random history must find each defect. So the test
-//! shows that the histories reach the states for which they are made.
+//! Puts known and possible defects back into the core, one at a time. Some random history of `histories.rs` must find each
+//! defect. So the test shows that the random histories come to the situations in which such defects matter.
 //!
 //! One copy of the core has all defects, so it is built only once. The environment variable `DEFECT` names the active defect.
 //! Without this variable the copy works like the core. Each replaced piece of code has a correct and a defective variant, and
@@ -28,8 +28,8 @@ use std::thread;
 const HISTORIES: &str = "10000";
 
 /// The defects that only one history in thousands finds. Each has the seed with which the test begins, which is a little
-/// smaller than the seed of a history that finds the defect. After a change of the world other histories may find the defect.
-/// Then `HISTORIES=100000 ONLY=NAME` searches for one of them.
+/// smaller than the seed of a history that finds the defect. After a change of the simulated world, this history may no longer
+/// find the defect. `HISTORIES=100000 ONLY=NAME` then searches for another history that finds the defect.
 const SEEDS: &[(&str, &str)] = &[
     ("a container that has ended keeps its slice from its successor", "27900"),
     ("clients of one GPU are ended for a fault that may have been on another", "238200"),
@@ -767,7 +767,7 @@ fn copy_folder(from: &Path, to: &Path) {
     }
 }
 
-/// The copy gets this code, which says if the defect with a name is active.
+/// This code is added to the copied core. It finds out if the defect with a given name is active.
 const CHOICE: &str = r#"
 extern crate std;
 

@@ -1,5 +1,5 @@
-//! A few histories as readable stories: the events, the acts that follow, and the questions that other parts of the service ask
-//! the core meanwhile.
+//! A few histories of the core as readable stories: the events that the core gets, the acts that the core answers, and the
+//! questions that other parts of the service ask the core meanwhile.
 
 // clippy.toml allows `unwrap` and the like only in functions marked as tests. The helper functions of this file are not
 // marked as tests, and call `unwrap` too.
@@ -72,7 +72,7 @@ fn a_gpu_is_waited_for_until_its_last_client_has_ended() {
     let both = [order("shared", &["A", "B"])];
     assert_eq!(told(&core.on(demand(&both), NOW)), ["A: interrupt"]);
     assert_eq!(told(&core.on(done("A", runs(&["A"]), ActOutcome::Interrupted), NOW)), ["A: Serve, retiring"]);
-    // During the wait the core also answers questions of other parts of the service.
+    // While control daemon A still serves its last clients, the core answers questions of other parts of the service.
     assert_eq!(core.pending().map(|order| order.id.to_string()).collect::<Vec<_>>(), ["shared"]);
     assert_eq!(core.held(&DaemonId::Shared), BTreeMap::from([("A".to_owned(), "A".into())]));
     assert_eq!(core.kept(), core.held(&DaemonId::Shared));
@@ -248,7 +248,7 @@ fn a_mode_that_nobody_has_set_is_not_put_back() {
     core.on(demand(&[]), NOW);
     core.on(done("A", runs(&["A"]), ActOutcome::Interrupted), NOW);
     assert_eq!(told(&core.on(done("A", None, ActOutcome::Ended), NOW)), ["A: release"]);
-    // A former service has not ended this control daemon. The control daemon has ended since then.
+    // An earlier run of the service did not end this control daemon. The control daemon has ended by itself since then.
     let left = runs(&["A"]).map(|one| ("A".into(), one));
     let mut core = Core::new(left.into_iter().collect(), BTreeSet::new());
     assert_eq!(
@@ -284,8 +284,9 @@ fn one_that_has_run_is_started_again_without_a_gpu_that_another_has() {
     );
 }
 
-/// Returns the acts after a failed takeover. `event` gives the control daemon its goal. `is_watched` is true if a supervisor
-/// watches the process.
+/// Returns the acts after the service has failed to take over a control daemon of an earlier run of the service. `event` is the
+/// reason for the takeover, such as a stop of the service. `is_watched` is true if a supervisor watches the control daemon's
+/// process.
 fn not_taken_over(event: CoreEvent<()>, is_watched: bool) -> Vec<String> {
     let left = runs(&["A"]).map(|one| ("A".into(), one));
     let mut core = Core::new(left.into_iter().collect(), BTreeSet::new());
@@ -342,7 +343,7 @@ fn one_that_ends_since_mps_was_disabled_comes_again_when_it_is_enabled() {
     assert_eq!(told(&core.on(disabled, NOW)), ["A: interrupt"]);
     let acts = core.on(done("A", runs(&["A"]), ActOutcome::Interrupted), NOW);
     assert_eq!(told(&acts), ["A: End(Disabled)"]);
-    // The control daemon is already ending, and the service can't take the request to end back.
+    // The control daemon is already ending, and the service can't withdraw its request to end.
     assert_eq!(told(&core.on(demand(&[order("A", &["A"])]), NOW)), [""; 0]);
     assert_eq!(told(&core.on(done("A", None, ActOutcome::Ended), NOW)), ["A: Start"]);
 }

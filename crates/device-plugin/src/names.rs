@@ -2,7 +2,7 @@
 //!
 //! `mps-20gib` stands for slices with 20 GiB of memory, rounded down. `mps-512mib` stands for slices with less than 1 GiB. The
 //! memory is rounded, since an equal share of a GPU is an odd number of MiB, which differs between drivers. The name depends on
-//! one slice alone. If it depended on other slices, it could change while a pod has the slice.
+//! one slice alone. If the name depended on other slices, the name could change while a pod has the slice.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::ops::RangeInclusive;

@@ -27,14 +27,15 @@ pub(crate) struct Offered {
     pub(crate) unusable: Option<String>,
 }
 
-/// The devices of each resource, by its full name.
+/// The devices of each resource, by the full name of the resource.
 pub(crate) type Offers = BTreeMap<String, Vec<Offered>>;
 
 /// The devices of each resource. `unwatched` is true if the service has not answered for longer than a restart takes.
 ///
-/// `resources` maps the name of each slice to its resource, from the last call. The old resource matters in two cases. A GPU
-/// that the driver has lost has no known memory, but its slices must stay in their resource. A slice that a pod has must also
-/// stay in its resource: in another resource, the kubelet would count the slice as free.
+/// `resources` maps the name of each slice to its resource. The last call has filled this map, and each call updates the map.
+/// The old resource matters in two cases. A GPU that the driver has lost has no known memory, but its slices must stay in their
+/// resource. A slice that a pod has must also stay in its resource: in another resource, the kubelet would count the slice as
+/// free.
 pub(crate) fn offers(
     resources: &mut BTreeMap<String, String>,
     slices: &[NodeSlice],

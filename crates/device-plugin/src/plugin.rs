@@ -168,7 +168,7 @@ impl Plugin {
     }
 
     /// Makes and removes sockets, so that exactly the resources in `offers` are served. Returns an error only if this process
-    /// can never write to the directory again.
+    /// can never again write to the directory of the sockets.
     fn serve(&mut self, offers: &Offers) -> io::Result<()> {
         let gone: Vec<String> =
             self.resources.keys().filter(|name| !offers.contains_key(*name)).cloned().collect();

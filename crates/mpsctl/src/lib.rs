@@ -401,7 +401,7 @@ type Result<T, E = Error> = std::result::Result<T, E>;
 enum Error {
     #[error(transparent)]
     Bus(#[from] BusError),
-    /// The field is the reason that systemd reports.
+    /// The field is systemd's reason why the service does not run.
     #[error("yunion-mps-daemon is not running: {0}")]
     NotRunning(String),
     #[error("can't write the output: {0}")]

@@ -43,8 +43,8 @@ impl Screen {
     /// serial line needs a second for a whole screen.
     pub(super) fn draw(&mut self, lines: Vec<String>, out: &mut dyn Write) -> io::Result<()> {
         let size = size();
-        // The terminal must not wrap lines. The terminal may count the columns of a text differently, and a wrapped line would
-        // move all lines below.
+        // The terminal must not wrap lines. The terminal may count the columns of a text differently than this program, and a
+        // wrapped line would move all lines below.
         let mut text = "\u{1b}[?7l".to_owned();
         if self.size != size {
             *self = Self { size, lines: Vec::new() };

@@ -24,7 +24,8 @@ use common::plan::{self, Configured, Plan};
 use common::state_file::Running;
 use conductor::{Conducted, Conductor};
 
-/// The most programs without MPS whose end the service awaits. The health check notices the end of further programs.
+/// The most programs without MPS whose end the service awaits. The next regular scan of the host notices the end of further
+/// programs.
 const HOLDERS: usize = 64;
 
 #[derive(Debug)]
@@ -58,7 +59,8 @@ impl Fleet {
         self.pursue_with(mps, plan, settings);
     }
 
-    /// Finds the control daemons that an earlier service has started, for a start with MPS disabled, when there is no plan.
+    /// Finds the control daemons that an earlier service has started. Used when the service starts with MPS disabled, so that
+    /// there is no plan.
     pub(super) fn pursue_nothing(&mut self, settings: &Settings) {
         self.pursue_with(MpsSwitch::OffAtStart, &Plan::default(), settings);
     }
@@ -174,8 +176,8 @@ impl Fleet {
         !self.forced.is_empty() || !self.ask_those(|goal| matches!(goal, Goal::Stop(_)), |_| ()).is_empty()
     }
 
-    /// Makes the changes that wait for the end of clients, with `force` at once. A separate task gives the answer, since
-    /// control daemons need some time to end.
+    /// Has supervisors make the changes of control daemons that wait for the end of clients. With `force`, the changes are made
+    /// at once, which ends the clients. A separate task gives the answer, since control daemons need some time to end.
     pub(super) fn apply(&mut self, force: bool, reply: Reply<()>) {
         let asked = self.ask_all(|supervisor| {
             let view = supervisor.status().view;
@@ -203,8 +205,8 @@ impl Fleet {
         }
     }
 
-    /// Adapts the links to all running control daemons of the service after a change of the closed slices in the state file.
-    /// The error names the links that can't be removed.
+    /// Makes and removes links after a change of the closed slices in the state file, for all running control daemons of the
+    /// service. The error names the links that can't be removed.
     pub(super) fn link(&self) -> Result<(), String> {
         let (running, closed) = {
             let state_file = self.tools.state_file.lock();

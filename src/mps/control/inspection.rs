@@ -13,8 +13,8 @@ use super::answers::parse_status;
 
 const SHOWN_CHARACTERS: usize = 40;
 
-/// The memory limits to ask for, in MiB by the ordinals of the GPUs. The key None stands for servers that are started later,
-/// and a PID for a server in `at`. A server reports only limits that it enforces.
+/// The servers that are asked for their limits. Each pair has the PID of a server in `at`, or None for servers that are started
+/// later, and the wanted memory limits, in MiB by the ordinals of the GPUs. A server reports only limits that it enforces.
 fn asked(at: &[u32], limits: Option<&Limits>) -> Vec<(Option<u32>, BTreeMap<usize, u64>)> {
     let Some(limits) = limits else { return vec![(None, BTreeMap::new())] };
     let mut enforced = limits.memory_mib.clone();
@@ -41,12 +41,12 @@ fn ask_for_memory(commands: &mut String, server: Option<u32>, memory_mib: &BTree
     }
 }
 
-/// The parts of a command that name the servers of a limit: one server, or, for None, all servers that are started later.
+/// The two parts of a command that say which servers it is about: one server, or, for None, all servers that are started later.
 fn target(server: Option<u32>) -> (&'static str, String) {
     server.map_or(("default_", String::new()), |server| ("", format!(" {server}")))
 }
 
-/// None if the answer to [`commands`] is incomplete or has another form.
+/// Parses the answer to [`commands`]. None if the answer is incomplete or has another form.
 pub(super) fn parse(answer: &str, at: &[u32], limits: Option<&Limits>) -> Option<Inspection> {
     let mut lines = lines(answer);
     let statuses: Option<_> = at.iter().map(|server| Some((*server, parse_status(lines.next()?)?))).collect();

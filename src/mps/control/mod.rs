@@ -58,7 +58,7 @@ impl FrontEnds {
         Self { program, queues: Arc::default(), places: Arc::new(Semaphore::new(FRONT_ENDS)) }
     }
 
-    /// The service need not have started the control daemon in this pipe directory.
+    /// Returns the [`Control`] for a pipe directory. Another program may have started the control daemon there.
     pub(crate) fn control_in(&self, pipe_directory: &Path) -> Control {
         let (program, pipe_directory) = (self.program.clone(), pipe_directory.to_owned());
         let queue = self.queue(&pipe_directory);

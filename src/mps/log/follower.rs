@@ -17,8 +17,8 @@ const LINE_MAX_BYTES: usize = 16 << 10;
 /// The number of bytes at the end of a log in which the service searches for the reason of a control daemon's end.
 const END_BYTES: u64 = 256 << 10;
 
-/// The number of lines of a log that a task reads before other tasks have a turn. A tenant can cause thousands of lines per
-/// second.
+/// The number of lines of a log that a task reads before other tasks have a turn. A tenant can make the control daemon write
+/// thousands of log lines per second.
 const LINES_AT_A_TIME: u32 = 256;
 
 #[derive(Debug)]

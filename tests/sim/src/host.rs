@@ -128,8 +128,8 @@ fn link_speed(generation: u32) -> (&'static str, u32) {
     }
 }
 
-/// Returns the first 256 bytes of a card's PCI configuration space. The PCI Express capability has the link's speed and width.
-/// A power management capability precedes it in the list of capabilities.
+/// Returns the first 256 bytes of a card's PCI configuration space. The list of capabilities has first a power management
+/// capability, and then the PCI Express capability with the link's speed and width.
 fn config_space(card: &Card) -> Vec<u8> {
     const POWER: u8 = 0x60;
     const EXPRESS: u8 = 0x78;

@@ -22,11 +22,11 @@ type Return = c_uint;
 type Device = *mut c_void;
 type Answer = Result<(), Return>;
 
-/// The number of calls of nvmlInit without a call of nvmlShutdown.
+/// The number of calls of nvmlInit that no call of nvmlShutdown has undone yet.
 static USERS: AtomicU32 = AtomicU32::new(0);
 
-/// The indices of the GPUs that are awake. NVML wakes a GPU up when a function asks for it while the driver is open. NVML wakes
-/// GPUs up one after the other.
+/// The indices of the GPUs that are awake. NVML wakes a GPU up when a program asks for the handle of the GPU. All GPUs fall
+/// asleep at the last call of nvmlShutdown. NVML never wakes up two GPUs at the same time.
 static AWAKE: Mutex<BTreeSet<u32>> = Mutex::new(BTreeSet::new());
 
 #[repr(C)]
@@ -367,7 +367,7 @@ unsafe extern "C" fn nvmlDeviceGetIndex(device: Device, index: *mut c_uint) -> R
     ask("nvmlDeviceGetIndex", device, |gpu| unsafe { put(index, gpu.index) })
 }
 
-/// Answers a call of an NVML function that returns one number, which a file of the GPU has.
+/// Answers a call of an NVML function that returns one number: the value in the GPU's file `file`.
 ///
 /// # Safety
 /// `out` is null or may be written.
@@ -478,7 +478,7 @@ unsafe extern "C" fn nvmlDeviceGetMemoryInfo_v2(device: Device, info: *mut Memor
             return Err(code::ARGUMENT_VERSION_MISMATCH);
         }
         let (total, reserved, used) = memory(gpu)?;
-        // SAFETY: as above.
+        // SAFETY: the pointer is not null, and NVML's caller gives a valid structure.
         unsafe { put(info, MemoryV2 { version, total, reserved, free: total - reserved - used, used }) }
     })
 }

@@ -75,7 +75,7 @@ impl Host {
     }
 
     /// Returns the size in bytes of one process in NVML's list of processes. Drivers 535.43 to 535.86 write 32 bytes, although
-    /// the name of the called function promises 24 bytes.
+    /// the version suffix in the called function's name stands for 24 bytes.
     pub(crate) fn process_record(&self) -> usize {
         let version = self.driver().unwrap_or_default();
         let minor = version.strip_prefix("535.").and_then(|rest| rest.split('.').next()?.parse::<u32>().ok());

@@ -427,8 +427,8 @@ fn the_control_daemons_environment_decides_the_ordinals() {
         text.lines().map(|line| (field(line, "pci "), field(line, "free "))).collect::<Vec<_>>()
     };
     let pair = |pci: &str, free: &str| (pci.to_owned(), free.to_owned());
-    // Measurements on a host with two GPUs show that a client numbers its GPUs by PCI address. A memory limit is for the
-    // client's number of the GPU.
+    // Measurements on a host with two GPUs show that a client numbers its GPUs by PCI address. The number of a GPU in a memory
+    // limit is the number that the client gives to the GPU.
     assert_eq!(seen(None), [pair("1b:00", "9726"), pair("2d:00", "6654")]);
     assert_eq!(seen(Some(first)), [pair("1b:00", "9726")]);
     assert_eq!(seen(Some(second)), [pair("2d:00", "9726")]);

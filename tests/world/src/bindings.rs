@@ -17,8 +17,8 @@ use super::tenants::{SliceKnownBy, gpu_of, slice_of};
 use super::ways::{SLICES, SimDrained};
 use super::{Dice, GPUS, World};
 
-/// The control groups in which tenants start programs. The tenant of the container `/a` has made `/a/c`. An ordinary user has
-/// made [`FORGED`] below the user's own control group `/u`, and has given it the name of the container `b`.
+/// The control groups in which tenants start programs. The tenant of the container `/a` has made `/a/c`. [`FORGED`] has the
+/// name of the container `b`, but is below `/u`, the control group of an ordinary user, who may have chosen this name.
 const GROUPS: [&str; 4] = ["/a", "/b", "/a/c", FORGED];
 const FORGED: &str = "/u/b";
 

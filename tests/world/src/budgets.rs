@@ -148,7 +148,8 @@ impl World {
         self.keep_kernel_limits();
     }
 
-    /// The log of a control daemon has named new clients, so each watch over budgets soon lists the clients of its GPU.
+    /// The log of a control daemon has named new clients. So the service soon lists the clients of each GPU whose budgets it
+    /// watches.
     pub(crate) fn budgets_hear_of_clients(&mut self) {
         let now = self.now;
         for watched in self.service.iter_mut().flat_map(|service| service.budgets.values_mut()) {

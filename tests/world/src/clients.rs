@@ -105,8 +105,8 @@ impl Mps {
     }
 
     /// The control daemon admits a client that has connected. Returns the client's PID, or `None` if the client has to wait.
-    /// Checks the promise `the-door-is-closed-first`: a client that connects to a control daemon which was told to end gets
-    /// CUDA error 805.
+    /// Checks the promise `the-door-is-closed-first`: no client connects to a control daemon after the service has asked the
+    /// control daemon to end. Such a client would get CUDA error 805.
     pub(crate) fn client_is_admitted(&mut self, ordinals: BTreeSet<usize>, pid: Option<u32>) -> Option<u32> {
         assert!(!self.quits_when_idle, "the-door-is-closed-first: a client of {} gets error 805", self.pid);
         if self.is_hung() || self.listener() != Some(self.pid) {

@@ -19,7 +19,7 @@ use super::ways::SimAdmission;
 
 const ANSWER_TIMEOUT: Duration = Duration::from_secs(5);
 
-/// The shell for one act of the service about one simulated control daemon.
+/// The simulated shell through which one act of the service reaches its control daemon and the host.
 #[derive(Clone)]
 pub struct SimShell {
     pub(crate) mps: Arc<Mutex<Mps>>,
@@ -40,7 +40,7 @@ impl SimShell {
         self.mps.lock().unwrap()
     }
 
-    /// Suspends the act until the reason for the wait is over. The world polls the act again then.
+    /// Suspends the act until the wait that `waits` describes is over. The world then polls the act again.
     async fn wait(&self, waits: Waits) {
         let mut has_begun = false;
         poll_fn(|_| {
@@ -154,8 +154,8 @@ impl SimShell {
         }
     }
 
-    /// Returns the next event that the service sees: a line of the log, the end of a process, or an administrator's request.
-    /// `None` means that nothing has happened.
+    /// Returns the next event that the service sees: a line of the log, the end of a process, or an administrator's request. A
+    /// request counts only if `takes_requests` is true. `Ok(None)` means that nothing has happened.
     fn happened(&self, takes_requests: bool) -> Result<Option<Occurrence>, Failure> {
         let mut mps = self.lock();
         mps.count_step();
@@ -230,8 +230,8 @@ impl Shell for SimShell {
         u64::try_from(mps.log.len()).ok()
     }
 
-    /// Reads the next line of the log before position `end`. Some lines take a turn, so that any event can happen between two
-    /// lines.
+    /// Reads the next line of the log before position `end`. Before some lines the function waits for its turn, so that any
+    /// event can happen between two lines.
     async fn line_before(&mut self, end: u64) -> Option<Said> {
         let takes_long = self.lock().goes_wrong(10);
         if takes_long {
@@ -433,8 +433,8 @@ impl Shell for SimShell {
         !self.lock().is_alive
     }
 
-    /// This function takes no turn: a client that connects between the service's last list of clients and the signal would lose
-    /// its work.
+    /// This function does not wait for a turn: a client that connected during the wait, between the service's last list of
+    /// clients and the signal, would lose its work.
     async fn end_by_signal(&mut self, may_end: Permit) -> bool {
         let mut mps = self.lock();
         mps.note(format_args!("signal ({:?})", may_end.cause()));

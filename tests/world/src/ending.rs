@@ -251,8 +251,8 @@ impl SimEnding {
             client.is_some_and(SimClient::is_at_work)
         };
         let mut at_work: BTreeSet<SimProcess> = state.wanted.iter().copied().filter(is_at_work).collect();
-        // Some lists lack one client. A client may have had no work at the control daemon's last list, and may start its work
-        // just now without being listed. This client has come too late for the request.
+        // This list of clients may lack one client. So a client that was not yet at work at the control daemon's previous list
+        // does not count: this list may lack just this client, and the client has started its work too late for the request.
         if state.has_left_out.contains(&one.pid)
             && let Some(before) = state.at_work.get(&one.pid)
         {

@@ -317,8 +317,8 @@ impl ClientShell for SimEnforcement {
         Ok(held.process)
     }
 
-    /// Checks the promise `work-is-safe`: the client must have exceeded the budget when the service chose the client, just
-    /// before this command.
+    /// Checks the promise `work-is-safe`: when the service chose the client, just before this command, `forbids` must have
+    /// found no reason to spare the client.
     async fn terminate_client(
         &mut self,
         control: &Self::Control,

@@ -16,7 +16,7 @@ use super::tenants::{gpu_of, slice_of};
 use super::ways::SLICES;
 use super::{Dice, Ending, GPUS, World};
 
-/// The memory limit in MiB that another program's hook of a container runtime sets.
+/// The memory limit in MiB that another program sets in its hook for containers.
 const OF_HOOK: u64 = 9;
 
 /// The service must replace the limit of another program's hook within this time.

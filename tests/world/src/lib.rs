@@ -160,7 +160,8 @@ struct Service {
     reaches: Reaches,
     /// The published views of the control daemons that do not run.
     shown: BTreeMap<DaemonId, Shown>,
-    /// The failures that the service has not published yet: it publishes them with the pause that follows.
+    /// The failures of control daemons that the service has not published completely yet. The service completes the published
+    /// failure when the pause before the next attempt begins.
     failing: BTreeMap<DaemonId, Failing>,
     admissions: BTreeMap<DaemonId, SimAdmission>,
     budgets: BTreeMap<String, SimWatch>,

@@ -75,9 +75,9 @@ pub(crate) enum Later {
 pub(crate) struct Hurt {
     pub(crate) is_hit: bool,
     pub(crate) cause: Cause,
-    /// True if an administrator has just asked for a change by force.
+    /// True if `apply --force` was the last request of an administrator that the service has taken.
     pub(crate) is_forced: bool,
-    /// True if the administrator has already got the answer that the change by force has failed.
+    /// True if the service decided to end the work only after the administrator's request had timed out without an answer.
     pub(crate) is_given_up: bool,
 }
 
@@ -138,12 +138,12 @@ pub struct Mps {
     pub(crate) free_pid: Option<u32>,
     pub(crate) faults: usize,
     pub(crate) hurt: Vec<Hurt>,
-    /// The limits that another program has changed since the service last checked the limits. The entry is the PID of a server,
+    /// The limits that another program has changed since the service last checked the limits. Each item is the PID of a server,
     /// or `None` for the limits of servers that start later.
     pub(crate) foreign: BTreeSet<Option<u32>>,
     pub reader: Reader,
-    /// The request of the code that starts this control daemon. The world carries out the request, since the starting code has
-    /// no access to the world.
+    /// The next step of this control daemon's start that needs the world, such as a record in the state file. The code of the
+    /// start only asks for the step, since it has no access to the world. The world carries out the step.
     pub(crate) spawning: Option<Spawning>,
     pub(crate) can_not_spawn: bool,
     /// The troubles and events that a story prepares for this control daemon, and the record of the service's acts.

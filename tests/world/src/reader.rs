@@ -89,7 +89,7 @@ pub struct Reader {
     /// clients that this service has reported.
     pub(crate) read: BTreeSet<Hit>,
     pub(crate) told: BTreeSet<Hit>,
-    /// The reported hits whose fatal GPU error is over, as the service publishes.
+    /// The reported hits of fatal GPU errors that are over, as the service has published.
     over: BTreeSet<Hit>,
     /// The hits that the service had reported when it last wrote the state file.
     written: BTreeSet<Hit>,

@@ -107,7 +107,7 @@ impl Mps {
     }
 
     /// Checks the promise `everybody-is-known`: each message about a client names the tenant and the slice that the service
-    /// found while the client's process ran. It never names those of another process with the same PID.
+    /// found while the client's process ran. No message names the tenant or the slice of another process with the same PID.
     pub(crate) fn check_everybody_is_known(&self, pid: u32) {
         let SimRegister { register, seen } = &self.reader.clients;
         let Some(process) = self.hit_processes.get(&pid).filter(|_| !self.lines_are_missing) else { return };

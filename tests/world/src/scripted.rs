@@ -32,7 +32,7 @@ const PAUSE: Duration = Duration::from_secs(60);
 /// error.
 const CLIENTS: usize = 2;
 
-/// The payloads of orders. Each payload stands for different limits.
+/// The payloads of the orders in scripts. A payload is a number from which the world computes the limits of a control daemon.
 const PAYLOADS: [u32; 3] = [0, 15, 40];
 
 /// The number of a client in a script. The clients have the numbers 0, 1 and so on, in the order in which they come.
@@ -126,7 +126,7 @@ struct Attendant {
 pub struct Script {
     world: World,
     dice: Dice,
-    /// The random choices of the part of the world that goes on next.
+    /// The random numbers that decide which work of the service goes on next.
     turns: Dice,
     /// True if the script has clients, fatal GPU errors, and directories of slices.
     has_servers: bool,
@@ -312,8 +312,7 @@ impl Script {
         self.world.bury();
     }
 
-    /// A client causes a fatal GPU error. The clients that the error has hit end, except for the clients that stay after an
-    /// error.
+    /// A client causes a fatal GPU error. The clients that the error has hit end, except for the clients with `stays`.
     fn fault(&mut self, client: ClientNumber, gpu: &'static str, ends_control_daemon: bool) {
         let culprit = self.comes(client, gpu, false);
         let pid = self.world.leads_to(&format!("{gpu}-0")).unwrap();

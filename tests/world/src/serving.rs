@@ -54,7 +54,8 @@ impl Watched {
     }
 }
 
-/// A running act about a control daemon. The result is the outcome, and true if the control daemon has ended.
+/// A running act about a control daemon, as a future. Its result is the outcome, then true if the control daemon has ended, and
+/// then the failure or the judgement of the control daemon, if the act has found one.
 pub(crate) type RunningAct =
     Pin<Box<dyn Future<Output = (ActOutcome, bool, Option<Result<Judged, Failure>>)>>>;
 
@@ -143,8 +144,7 @@ pub(crate) fn failed(failure: Failure) -> (ActOutcome, bool, Option<Result<Judge
     (ActOutcome::Failed(why), why == WhyFailed::Gone, Some(Err(failure)))
 }
 
-/// Carries out an act about a control daemon as the service's supervisor does. The second result is true if the control daemon
-/// has ended.
+/// Carries out an act about a control daemon as the service's supervisor does. [`RunningAct`] explains the result.
 async fn carry_out(
     act: DaemonAct,
     mut serving: Serving<'_, SimShell>,

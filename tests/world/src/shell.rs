@@ -56,7 +56,8 @@ impl World {
         !self.is_calm && dice.one_in(8)
     }
 
-    /// Takes note of a failure of a control daemon, or of who uses a control daemon that has failed.
+    /// Records the failure with which an act about a control daemon has ended. A later act may find the programs because of
+    /// which the service does not end the failed control daemon. Adds these programs to the recorded failure.
     pub(crate) fn has_failed(&mut self, id: &DaemonId, why: Option<Result<Judged, Failure>>) {
         let (view, now) = (self.shown(id).view, self.now);
         let Some(service) = &mut self.service else { return };

@@ -11,7 +11,7 @@ use super::mps::Mps;
 use super::serving::{failed, setting_of, wanted};
 use super::{ControlDaemon, Dice, Task, World, Written};
 
-/// A request of the code that starts a control daemon. The world carries out the request before the next turn.
+/// A step for which the code that starts a control daemon asks the world. The world carries out the step before the next turn.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) enum Spawning {
     /// Record the new process and these GPUs in the state file. The new process then waits for a byte from the service.

@@ -419,7 +419,7 @@ impl Story {
         format!("{state:?}, {serves}: {reason}").trim_end_matches(": ").to_owned()
     }
 
-    /// Counts the service's questions and acts since the last call of `forget` whose name begins with `name`.
+    /// Counts the service's questions and acts whose name begins with `name`, since the last call of `forget`.
     pub fn calls(&self, name: &str) -> usize {
         self.times(name).len()
     }

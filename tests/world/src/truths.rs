@@ -207,7 +207,8 @@ impl World {
         assert!(holder.is_none(), "modes-stay: the mode of {gpu} is put back, which {holder:?} has");
     }
 
-    /// True if the configuration names a GPU, or may name it.
+    /// True if the configuration names the GPU, or has an entry of which the service does not know the GPU and which may mean
+    /// this GPU.
     fn names(&self, gpu: &str) -> bool {
         let Configured { certainly, others } = &self.demand.kept;
         certainly.contains(gpu) || others.as_ref().is_some_and(|others| !others.contains(gpu))
@@ -231,7 +232,7 @@ impl World {
         }
     }
 
-    /// The promise ready-comes: systemd ends a service that does not say READY=1 within five minutes.
+    /// Checks the promise `ready-comes`. systemd ends a service that does not say READY=1 within five minutes.
     pub fn check_ready_comes(&mut self) {
         let (until, mut dice) = (self.now + READY_WITHIN, Dice::new(self.acts as u64));
         while !self.has_settled() {
@@ -245,14 +246,16 @@ impl World {
         }
     }
 
-    /// True if the service has nothing to settle, or says that it is ready.
+    /// True if the service can say READY=1. Also true if no service runs or the service is ending, since the promise does not
+    /// apply then.
     fn has_settled(&self) -> bool {
         let Some(service) = self.service.as_ref().filter(|one| one.ending.is_none()) else { return true };
         let views = self.views(service);
         service.core.is_settled(|id| views.get(id))
     }
 
-    /// The views that the service publishes of its control daemons, which are about the newest orders.
+    /// The published views of the control daemons. If the service has a newer order for a control daemon than its published
+    /// view, the view is changed to this order.
     pub(crate) fn views(&self, service: &Service) -> BTreeMap<DaemonId, DaemonView> {
         let of_order = |id: &DaemonId| {
             let mut shown = self.shown(id);
@@ -273,7 +276,7 @@ impl World {
         views.filter(|(_, view)| !view.settled || !view.put_off).collect()
     }
 
-    /// The promise all-is-served-in-the-end: once all troubles of the world have ended, the service serves all orders
+    /// Checks the promise `all-is-served-in-the-end`: once all troubles of the world have ended, the service serves all orders
     /// that can be served, no other control daemon runs, and the service has needed a bounded number of acts.
     pub fn check_all_is_served_in_the_end(&mut self) {
         self.is_calm = true;
@@ -305,7 +308,7 @@ impl World {
         panic!("all-is-served-in-the-end: it never comes to rest");
     }
 
-    /// True if an act of the service can go on before time passes.
+    /// True if some work of the service can go on although the world's clock stands still.
     pub(crate) fn comes_on(&self) -> bool {
         let Some(service) = &self.service else { return false };
         !service.modes.is_empty()

@@ -52,7 +52,7 @@ pub(crate) fn slices_of(gpu: &str) -> impl Iterator<Item = String> {
     (0..SLICES).map(move |ordinal| format!("{gpu}-{ordinal}"))
 }
 
-/// Returns pairs of a slice and its GPU.
+/// Returns the names of all slices of these GPUs, each with its GPU.
 pub(crate) fn all_slices(gpus: &[String]) -> impl Iterator<Item = (String, String)> {
     gpus.iter().flat_map(|gpu| slices_of(gpu).map(move |name| (name, gpu.clone())))
 }

@@ -1,7 +1,7 @@
 //! The dictionaries on the bus, each as a struct. The service makes the struct from the Snapshot, and yunion-mpsctl reads the
-//! struct from an answer. Each key of a dictionary is one line of a list in this file, with the key's type and the expression
-//! for its value. The XML files in `config` describe the meaning of each key. Objects on the bus have the same values as
-//! properties, under the same names in `CamelCase`.
+//! struct from an answer. A call of a macro in this file defines each dictionary. The call has a line for each key, with the
+//! key's type and the expression for its value. The XML files in `config` describe the meaning of each key. Objects on the bus
+//! have the same values as properties, under the same names in `CamelCase`.
 
 use std::borrow::Cow;
 use std::collections::BTreeMap;

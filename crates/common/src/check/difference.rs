@@ -246,8 +246,8 @@ impl Comparison<'_> {
         }
     }
 
-    /// Compares a present memory limit and thread percentage with the planned ones. `name` is a slice, or a GPU with equal
-    /// slices.
+    /// Compares the published memory limit and thread percentage with the planned values. `name` is a slice, or a GPU with
+    /// equal slices.
     fn size(&mut self, name: &str, uuid: &str, [memory, threads]: [Option<i32>; 2], to: SliceSize) {
         for (kind, from, to) in [
             (DifferenceKind::MemoryLimit, memory, to.memory_mib),

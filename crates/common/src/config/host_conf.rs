@@ -94,8 +94,8 @@ const LONGEST_SOCKET: &str = "control_privileged";
 
 const PRIVATE_SUFFIX: &str = ".private";
 
-/// The log directory if the usual default would be in the pipe directory. NVIDIA's own default is not used, since a control
-/// daemon that somebody else has started may have its log there.
+/// The default log directory if the usual default, /tmp/nvidia-mps/log, would be in the pipe directory. NVIDIA's own default is
+/// not used, since a control daemon that somebody else has started may have its log there.
 pub const LOG_BESIDE_PIPE: &str = "/var/log/yunion-mps";
 
 impl Settings {
@@ -908,8 +908,8 @@ mod tests {
         "/[a-zA-Z0-9_é][a-zA-Z0-9_.,é$'-]{0,20}[a-z]".prop_map(PathBuf::from)
     }
 
-    /// A directory whose path can be written in both forms. In the older form # begins a comment even within quotes, so the
-    /// path has no #.
+    /// A directory whose path can be written in both syntaxes of `host.conf`. In the older form # begins a comment even within
+    /// quotes, so the path has no #.
     fn any_directory() -> impl Strategy<Value = PathBuf> {
         "/[a-zA-Z0-9_é][a-zA-Z0-9_.:, é-]{0,20}[a-z]".prop_map(PathBuf::from)
     }

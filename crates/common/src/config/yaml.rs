@@ -277,7 +277,7 @@ impl<'t> de::Visitor<'t> for NodeSeed<'_, 't> {
     }
 
     /// `serde_yaml` passes a copied text if the text's form in the input differs from its value: with escapes, folded, or on
-    /// several lines. Every copied text counts as quoted. The mark does not matter for a plain text on several lines, which is
+    /// several lines. Every copied text counts as quoted. `quoted` does not matter for a plain text on several lines, which is
     /// neither a boolean nor a number.
     fn visit_str<E: de::Error>(self, text: &str) -> Result<Node<'t>, E> {
         self.spend(text.len())?;
@@ -500,7 +500,7 @@ mod tests {
         }
         let problem = read(&laughs).unwrap_err();
         assert!(problem.problem.found.contains("the aliases expand to too many values"), "{problem}");
-        // The limit also prevents many aliases of one large list, and many aliases of a long text, which each alias copies.
+        // `ALIAS_ALLOWANCE` also limits the aliases of one large list, and the aliases of a long text, which each alias copies.
         let wide = format!("a: &a\n{}b:\n{}", "- x\n".repeat(2_000), "- *a\n".repeat(2_000));
         assert!(read(&wide).unwrap_err().problem.found.contains("the aliases expand to too many values"));
         let long = format!("a: &a \"\\x41{}\"\nb:\n{}", "y".repeat(10_000), "- *a\n".repeat(2_000));

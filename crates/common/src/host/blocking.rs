@@ -25,8 +25,8 @@ impl Blocking {
     ) -> Option<T> {
         let answer = async {
             let thread = Arc::clone(&self.0).acquire_owned().await.ok()?;
-            // The caller may stop waiting before the thread ends. So the permit moves into the thread, and is released when the
-            // thread ends.
+            // The caller may stop waiting before the thread ends. So the semaphore's permit `thread` moves into the thread, and
+            // is released when the thread ends.
             let asked = tokio::task::spawn_blocking(move || (question(), thread));
             asked.await.ok().map(|(answer, _)| answer)
         };

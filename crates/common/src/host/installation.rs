@@ -39,7 +39,7 @@ pub fn operators_program(sysroot: &Path, program: &str) -> Option<Problem> {
     })
 }
 
-/// The first word in the module's file that is a number with a point.
+/// The driver's version in the text of the file `MODULE`: the first word that begins with a digit and has a point.
 fn version(module: &str) -> &str {
     let mut words = module.split_whitespace();
     words

@@ -2,8 +2,8 @@
 //!
 //! A process can give itself any name, and the kernel cuts a name after 15 bytes, even within a character. So the files of a
 //! process may not be valid text, and this module reads them as bytes, up to a limit. The process may end during a read, and
-//! another process may get its PID. A caller to whom this matters needs a pidfd of the process (see `mps::hold`). An error
-//! means that the process has ended or that the file can't be read.
+//! another process may get its PID. A caller to whom this matters needs a pidfd of the process (see `mps::process::Process` in
+//! the service). An error means that the process has ended or that the file can't be read.
 
 use std::ffi::{OsStr, OsString};
 use std::fmt::Display;

@@ -25,9 +25,9 @@ impl<K, T> Default for ParallelQuestions<K, T> {
 }
 
 impl<K: Clone + Ord + Send + 'static, T: Send + 'static> ParallelQuestions<K, T> {
-    /// Asks a question about each of `things` on a thread of its own, and collects the answers. While a new question has no
-    /// answer, the call waits for `patience` after the last answer. While only earlier questions have none, the call waits for
-    /// `remainder`. A thing without an answer is missing in the result.
+    /// Asks a question about each of `things` on a thread of its own, and collects the answers. While a question of this call
+    /// has no answer, the call waits for `patience` after the last answer. While only questions of earlier calls have no
+    /// answer, the call waits for `remainder`. A thing without an answer is missing in the result.
     pub(super) fn ask(
         &mut self,
         things: impl IntoIterator<Item = K>,
@@ -35,8 +35,8 @@ impl<K: Clone + Ord + Send + 'static, T: Send + 'static> ParallelQuestions<K, T>
         remainder: Duration,
         question: impl Fn(&K) -> T + Clone + Send + 'static,
     ) -> BTreeMap<K, T> {
-        // A late answer to an earlier question is outdated, so it is dropped. Its thread has ended, so a new question about the
-        // same thing can be asked.
+        // A late answer to a question of an earlier call is outdated, so the answer is dropped. The question's thread has
+        // ended, so a new question about the same thing can be asked.
         while let Ok((thing, _)) = self.answers().try_recv() {
             self.running.remove(&thing);
         }

@@ -17,7 +17,7 @@ use super::variant::json;
 use crate::host::proc;
 use crate::problem::Problem;
 
-/// The time that the service waits for systemd's answer about a unit. The service's own callers wait as long.
+/// The time that `yunion-mpsctl doctor` waits for systemd's answer about a unit.
 const ANSWER_TIMEOUT: Duration = Duration::from_secs(2);
 
 /// The time that the service waits for systemd's answers about scopes, limits and jobs, and for the move of a process into its

@@ -3,7 +3,7 @@
 use serde_json::Value;
 use zbus::Variant;
 
-/// A file descriptor has no JSON form and becomes null. systemd sends none.
+/// A file descriptor has no JSON form and becomes null. Neither this service nor systemd sends file descriptors.
 pub fn json(value: &Variant<'_>) -> Value {
     match value {
         Variant::U8(n) => Value::from(*n),

@@ -66,7 +66,8 @@ impl CriticalError {
     }
 
     /// True if the GPU needs a reset, or the host a reboot, before the GPU takes another client. If the driver asks for a
-    /// reset, the answer is true. If the driver does not ask, the list `RESETS` decides, since the driver may ask later.
+    /// reset, the answer is true. If the driver does not ask, the list `RESETS` decides, since the driver may ask later. But if
+    /// the driver reports `ACTION_CHANGED` and asks for no reset, the answer is false.
     pub fn needs_reset(self) -> bool {
         match self.asks_reset {
             Some(true) => true,

@@ -32,8 +32,8 @@ fn made_by(cgroups: &str, is_believed: impl Fn(&str, &str) -> bool) -> Option<&s
 }
 
 /// The container's id in the name of a control group. conmon, which monitors a container of podman or CRI-O from outside, has a
-/// control group with the container's id too (`libpod-conmon-ID.scope`). conmon is not in the container, so this name has no
-/// id.
+/// control group with the container's id too (`libpod-conmon-ID.scope`). conmon is not in the container, so the result for its
+/// control group is None.
 fn container_in_name(name: &str) -> Option<&str> {
     if name.contains("conmon") {
         return None;
@@ -105,7 +105,7 @@ mod tests {
     #[test]
     fn who_may_name_control_groups_makes_no_container_of_the_hosts() {
         let (own, other) = ("a".repeat(64), "b".repeat(64));
-        // The user of each of these units owns its control group, and can make other control groups in it.
+        // The user of each of these two units owns the unit's control group, and can make other control groups in it.
         let is_believed = |_: &str, path: &str| {
             !["/hz-job.service/", "/user@1000.service/"].iter().any(|one| path.contains(one))
         };

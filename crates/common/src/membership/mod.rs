@@ -76,7 +76,7 @@ impl Slices {
         slices
     }
 
-    /// Adds GPUs, by UUID. A running control daemon still has GPUs that the plan no longer gives it.
+    /// Adds GPUs, by UUID. A running control daemon may still have GPUs that the plan no longer gives to the control daemon.
     #[must_use]
     pub fn and_of<'a>(mut self, gpus: impl IntoIterator<Item = (&'a str, GpuId)>) -> Self {
         self.gpus.extend(gpus.into_iter().map(|(uuid, gpu)| (uuid.to_owned(), gpu)));
@@ -272,8 +272,8 @@ impl SliceMounts {
         self.bindings.nearest(&control_groups::path_of(pid).ok()?, is_there)
     }
 
-    /// The recorded container of a process, if the container is not bound to all of its slices yet. The result has only the
-    /// devices on GPUs of which the process is bound to no slice.
+    /// The container of a process, for which the host agent has `record`. The result has only the devices on GPUs of which the
+    /// process is bound to no slice. None if there is no such device, or if root has bound the process.
     fn recorded_container(&self, pid: u32, record: &GuestRecord) -> Option<RecordedContainer> {
         let binding = self.binding_of(pid);
         if binding.is_some_and(|its| its.by == BoundBy::Root) {
@@ -296,7 +296,8 @@ impl SliceMounts {
     }
 
     /// The mount namespace of a process and its root directory. Processes with the same pair have the same list of mounts. None
-    /// if the process runs on the host, or if it is an ancestor that has just ended.
+    /// if the process runs on the host. If the process can't be read, the result is an error if the process is `wanted`, and
+    /// None for an ancestor, which may have ended.
     fn place_of(&self, process: u32, wanted: bool) -> io::Result<Option<(PathBuf, PathBuf)>> {
         let place = proc::mount_namespace(process).and_then(|its| Ok((its, proc::root(process)?)));
         match place {

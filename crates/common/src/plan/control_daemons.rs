@@ -204,7 +204,8 @@ fn slice_directories(gpus: &[(&GpuPlan, &NvmlFacts)], settings: &Settings) -> Op
     (path < SOCKET_PATH_BYTES).then_some(directories)
 }
 
-/// Plans one control daemon for these GPUs. With `slice`, the control daemon serves only that slice, in that pipe directory.
+/// Plans one control daemon for these GPUs. If `slice` has a slice, the control daemon serves only this slice, and its pipe
+/// directory is the path in `slice`.
 fn control_daemon(
     gpus: &[(&GpuPlan, &NvmlFacts)],
     slice: Option<(SliceId, PathBuf)>,
@@ -382,7 +383,8 @@ mod tests {
         let (half, quarter, eighth) = ((8000, 50), (4000, 25), (2000, 12));
         for (before, after, expected) in [
             ([quarter; 3], [quarter; 3], &[][..]),
-            // The default was and is larger than the new limits, so clients need not wait for it.
+            // The control daemon's default stays the same and is larger than the new limits, so no slice waits for the control
+            // daemon.
             ([quarter; 3], [quarter, eighth, quarter], &[]),
             ([quarter; 3], [eighth; 3], &["GPU-0", "GPU-1", "GPU-2"]),
             // The default grows for the first slice's new limit. The other slices have the same limits as before.
@@ -461,8 +463,9 @@ mod tests {
         assert_eq!(plan.gpus[0].warnings, []);
     }
 
-    /// A control daemon with a private directory makes its FIFO there. A control daemon in a subdirectory makes its FIFO there,
-    /// so `log` in the pipe directory itself is no FIFO.
+    /// A control daemon with a private directory makes its FIFO in that directory. With one control daemon per GPU, each makes
+    /// its FIFO in its own subdirectory. In both cases `log` in the pipe directory itself is no FIFO, so a log directory may be
+    /// there.
     #[test]
     fn a_control_daemon_that_would_write_no_log_is_an_error() {
         let silent = |version: &str, topology, log: &str| {
@@ -545,7 +548,7 @@ mod tests {
         assert_eq!(linked(&settings, &inventory), None);
     }
 
-    /// The pipe directory is mounted in containers, with everything in it.
+    /// The pipe directory is mounted in containers with everything in it, so a private directory must be outside.
     #[test]
     fn a_private_directory_is_beside_the_pipe_directory() {
         let mut inventory = h200s();

@@ -23,8 +23,8 @@ pub struct GpuPlan {
     pub limits_enforced: bool,
     pub obstacles: Vec<NamedProblem>,
     pub warnings: Vec<NamedProblem>,
-    /// The pipe directory of the GPU's control daemon. If each slice has a control daemon, their pipe directories are inside
-    /// this directory.
+    /// The pipe directory of the GPU's control daemon. If each slice has a control daemon, the pipe directories of these
+    /// control daemons are inside this directory.
     pub pipe_directory: PathBuf,
     /// The directory that contains the directories of the GPU's slices. None if slices have no directories.
     pub slice_directories: Option<PathBuf>,

@@ -74,8 +74,8 @@ pub(super) fn wrong_size(
     inventory: &Inventory,
 ) -> Option<(&'static str, Problem)> {
     let facts = gpu.facts()?;
-    // The service does not divide the host's memory by itself. So the GPU of a slice without a written size is not served, and
-    // the reason is in `obstacles`.
+    // The service does not divide the host's memory among slices by itself. So a GPU that shares the host's memory is not
+    // served if the entry has no size for some slice. `obstacles` has that problem.
     if facts.memory_total_mib.is_none() && keys.sizes().any(|size| size.memory_mib.is_none()) {
         return None;
     }
@@ -151,8 +151,8 @@ pub(super) fn overcommitted(total: u64, keys: &MpsEntry) -> Option<u64> {
 pub(super) type Limit = (u64, u64);
 
 /// True if the slice's clients get the new limit only after the control daemon has got its new default. The first pair is the
-/// new limit and default, the second pair the former ones. If the slice's own limit is unchanged, its clients need not wait for
-/// the new default.
+/// new limit and default, the second pair the former limit and default. If the slice's own limit is unchanged, its clients need
+/// not wait for the new default.
 pub(super) fn waits_for_default((own, default): Limit, (own_before, default_before): Limit) -> bool {
     // Clients wait for the new default in two cases. First, the present default is below the slice's new limit, so clients
     // would get too little. Second, the new limit equals the new default. Then clients set no limit of their own, and would get
@@ -298,8 +298,8 @@ mod tests {
             );
         }
         assert_eq!(limits(&plan(&planned(&[], 28_672, false), &inventory).unwrap()), [(28_672, 25)]);
-        // A single slice without a size is enough, since the service does not compute its share from the sizes of the other
-        // slices.
+        // The GPU is not served if a single slice has no size: the service does not compute that size from the sizes of the
+        // other slices.
         for part in [planned(&[], 0, false), planned(&[8192, 4096, 2048, 0], 0, true)] {
             let plan = plan(&part, &inventory).unwrap();
             assert!(plan.gpus[0].unusable().unwrap().contains("write the memory of every slice"));

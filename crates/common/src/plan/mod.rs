@@ -81,8 +81,8 @@ pub fn plan(settings: &Settings, inventory: &Inventory, before: &[GpuPlan]) -> R
     Ok(Plan { gpus, missing, control_daemons, configured, nothing })
 }
 
-/// The UUIDs of the GPUs that the configuration names. If some of these UUIDs are unknown, `others` has the UUIDs that the
-/// unknown ones can't be.
+/// The UUIDs of the GPUs that the configuration names. If the UUID of a named GPU is unknown, `others` has the UUIDs of the
+/// GPUs that certainly are not that GPU.
 fn configured(gpus: &[GpuPlan], missing: &[Missing], inventory: &Inventory) -> Configured {
     let uuid = |gpu: &Gpu| gpu.uuid().map(str::to_owned);
     let certainly = gpus.iter().filter_map(|plan| uuid(&plan.gpu)).collect();

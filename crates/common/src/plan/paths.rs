@@ -76,7 +76,8 @@ pub(super) fn claim(path: &DevicePath, inventory: &Inventory) -> Result<Option<P
     }
 }
 
-/// The display device that an entry names for certain. None if it is not known which device the entry names.
+/// The display device that an entry certainly names. None if no display device matches, or if it is not known yet which device
+/// matches.
 pub(super) fn claimed_by(entry: &DeviceEntry, inventory: &Inventory) -> Option<PciAddress> {
     claim(entry.path.as_ref()?, inventory).ok()?
 }

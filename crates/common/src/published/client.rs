@@ -4,7 +4,7 @@ use mps_core::register::KnownClient;
 
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct ClientView {
-    /// The process. Its list of slices has only the slices on the GPU `gpu_uuid`.
+    /// The process. Of the process's slices, only the slices on the GPU `gpu_uuid` are in this field.
     pub client: KnownClient,
     pub bypass: bool,
     /// True if the process waits for an MPS server, and uses no GPU yet.

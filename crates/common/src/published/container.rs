@@ -33,8 +33,8 @@ const FRACTION_VARIABLE: &str = "YUNION_MPS_MEMORY_FRACTION";
 const MIB_VARIABLE: &str = "YUNION_MPS_MEMORY_MIB";
 
 /// The hard and the reserved memory limit of a container, in MiB. A hook of NVIDIA's container toolkit reads these variables
-/// and makes the kernel enforce the limits. A container image may set these variables too, so the service's settings override
-/// them with the memory of the slice.
+/// and makes the kernel enforce the limits. A container image may set these variables too. So the service's settings override
+/// the hard limit with the memory of the slice, and the reserved memory with an empty value.
 const TOOLKIT_LIMIT: &str = "NVIDIA_GPU_MEMORY_LIMIT";
 const TOOLKIT_REQUEST: &str = "NVIDIA_GPU_MEMORY_REQUEST";
 

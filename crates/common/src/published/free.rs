@@ -119,7 +119,8 @@ fn obstacle_in_words(obstacle: &Obstacle) -> String {
     }
 }
 
-/// The first reasons of a GPU, in words. Slices of one GPU can have different reasons if each has its own control daemon.
+/// The reasons why the slices of a GPU were refused, in words. The text names at most `REASONS` different reasons. Slices of
+/// one GPU can have different reasons if each has its own control daemon.
 fn reasons_of(gpu: &GpuView, reasons: &BTreeMap<String, usize>) -> String {
     let mut named: Vec<String> = match reasons.keys().next() {
         Some(only) if reasons.len() == 1 => vec![only.clone()],

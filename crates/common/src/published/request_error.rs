@@ -1,6 +1,7 @@
 //! The errors with which the service answers a request.
 
-/// Has a text for a person. The name on D-Bus is `io.yunion.Mps1.Error.<variant>`, unless the variant names another one.
+/// The text of each error is for a person. The error's name on D-Bus is `io.yunion.Mps1.Error.<variant>`, unless the comment of
+/// the variant gives another name.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error("{0}")]
 pub enum RequestError {

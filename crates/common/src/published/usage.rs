@@ -5,7 +5,7 @@ pub use mps_core::tenants::budget::InUse;
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct SliceUse {
     pub clients: u32,
-    /// The memory that the clients have allocated, in MiB. None if the driver does not report the memory of one of them.
+    /// The memory that the clients have allocated, in MiB. None if the driver does not report the memory of some client.
     pub memory_mib: Option<u64>,
     /// The amount by which the use exceeds the slice's budget, in words. Empty if the use fits into the budget.
     pub overuse: String,

@@ -243,7 +243,7 @@ impl<D: Clone + PartialEq> Links<D> {
     }
 
     /// The places where links were made again since the last call of this function, and the reasons why links can't be removed.
-    /// The caller writes both to the log.
+    /// The caller writes both to the journal.
     pub fn take_events(&mut self) -> (BTreeSet<Way>, BTreeSet<Bad>) {
         (core::mem::take(&mut self.renewed), core::mem::take(&mut self.stuck))
     }
@@ -405,7 +405,8 @@ impl<D: Clone + PartialEq> Links<D> {
         self.may_lead || self.end != WayEnd::ControlDaemon
     }
 
-    /// Returns whether this place should get a link. A place that already had a link gets a link under a later order too.
+    /// Returns whether this place should get a link. A place that had a link at the last pass gets it again, even if the
+    /// control daemon does not have the limits of a newer order yet.
     fn makes(&self, way: &Way) -> bool {
         self.makes_all() || self.lead.contains(way)
     }

@@ -1,8 +1,9 @@
 //! The register of clients: the process, the owner and the slices of each client. The service examines processes to fill the
 //! register. Messages, answers and requests about clients all use the register, so that they agree.
 //!
-//! The register has a client from the first line of the log about the client until some time after the client's end, since most
-//! messages about a client are written after its end. A running process replaces an ended process with the same PID.
+//! The register has a client from the first line of the control daemon's log about the client until some time after the
+//! client's end, since most messages about a client are written after its end. A running process replaces an ended process with
+//! the same PID.
 //!
 //! | file | its job |
 //! |---|---|
@@ -30,12 +31,12 @@ const KEPT: usize = 1024;
 /// The most clients in the register. Sixteen GPUs with a control daemon for each slice have fewer clients.
 const MOST: usize = 8 * KEPT;
 
-/// A process without a certain slice is examined again after this time. At the last examination the directory of its slice may
-/// have been missing, or its container may not have been recorded yet.
+/// A process whose slice is not known with certainty is examined again after this time. At the last examination the directory
+/// of its slice may have been missing, or its container may not have been recorded yet.
 const AGAIN: Duration = Duration::from_secs(60);
 
-/// The time for which the register has a client that the log names and the control daemon does not list. A control daemon lists
-/// a new client within milliseconds.
+/// The time for which the register has a client that the control daemon's log names and the control daemon itself does not
+/// list. A control daemon lists a new client within milliseconds.
 const LISTED_AFTER: Duration = Duration::from_secs(1);
 
 // Each bool is an independent fact, so an enum can't replace the bools.
@@ -52,8 +53,8 @@ struct RegisteredClient {
     answered: Option<CoreTime>,
     /// True if an examination has found all facts about the client.
     is_found: bool,
-    /// True if a line of the log has named the process. A later line about a new client with the same PID is then about another
-    /// process.
+    /// True if a line of the control daemon's log has named the process. A later line about a new client with the same PID is
+    /// then about another process.
     is_logged: bool,
 }
 
@@ -70,8 +71,8 @@ impl RegisteredClient {
         }
     }
 
-    /// Returns whether the process should be examined again: it was never examined, or a long time ago without a certain slice
-    /// as the result.
+    /// Returns whether the process should be examined again: it was never examined, or the last examination was long ago and
+    /// its slice is still not known with certainty.
     fn is_old(&self, now: CoreTime) -> bool {
         let is_certain = self.client.slices.as_ref().is_some_and(|its| its.known_by.is_certain());
         self.answered.is_none_or(|at| !is_certain && now >= at + AGAIN)
@@ -95,18 +96,21 @@ impl ServedClient {
 #[derive(Debug, Clone, Default)]
 pub struct Register {
     clients: BTreeMap<u32, RegisteredClient>,
-    /// The PIDs of each control daemon's clients. A PID stays until the log or a list shows that the client has ended.
+    /// The PIDs of each control daemon's clients. A PID stays until the control daemon's log, or its list of clients, shows
+    /// that the client has ended.
     served: BTreeMap<DaemonId, BTreeMap<u32, ServedClient>>,
 }
 
 impl Register {
-    /// Records that the log reports a new client of a control daemon. `running` is the process that has the PID now. It is None
-    /// if the process has already ended. The client is then the client at work with this PID, or a process that was examined
-    /// before the line was read. Otherwise the client stays unknown.
+    /// Records that the log reports a new client of a control daemon. `running` is the process that has the PID now. If the
+    /// process has already ended, `running` is None. The register's client with this PID then stays if this client has work, or
+    /// if no line of the log has named it so far: the service may have examined a process before it read the line about the
+    /// process. Any other client with this PID is removed, since the new client is another process.
     pub fn came(&mut self, daemon: &DaemonId, pid: u32, running: Option<ProcessId>, now: CoreTime) {
         let served = self.served.entry(daemon.clone()).or_default();
         if served.len() >= MOST {
-            // So many clients mean that lines of the log about the ends of clients were lost, so the list begins anew.
+            // So many clients mean that lines of the log about the ends of clients were lost, so the service forgets all
+            // clients of this control daemon.
             served.clear();
         }
         let before = served.insert(pid, ServedClient::new(now));
@@ -135,7 +139,7 @@ impl Register {
     }
 
     /// Records that a fatal GPU error has ended the work of a client. `running` is the process that has the PID now, if any.
-    /// The service examines this process, since the line about the client's start may have been lost.
+    /// The service examines this process, since the log's line about the client's start may have been lost.
     pub fn hit(&mut self, daemon: &DaemonId, pid: u32, running: Option<ProcessId>, now: CoreTime) {
         if let Some(client) = self.served.get_mut(daemon).and_then(|served| served.get_mut(&pid)) {
             client.is_hit = true;
@@ -212,7 +216,8 @@ impl Register {
         }
     }
 
-    /// The entry of a running process. A missing entry is made. None if the register is full.
+    /// The register's entry for a running process. If the register has no entry for the process, a new entry is made. None if
+    /// the register has no entry and is full.
     fn entry_or_new(&mut self, process: ProcessId) -> Option<&mut RegisteredClient> {
         let has_room = self.clients.len() < MOST;
         match self.clients.entry(process.pid) {
@@ -294,8 +299,8 @@ impl Register {
         entry.is_some_and(|entry| entry.is_found)
     }
 
-    /// Describes the last client with this PID. The command is quoted, since a tenant chooses it and could imitate the
-    /// description of another client.
+    /// Describes the last client with this PID. The text quotes the name of the process's program, since a tenant chooses the
+    /// name and could imitate the description of another client.
     pub fn describe(&self, pid: u32) -> String {
         match self.get(pid).filter(|client| client.user.is_some()) {
             Some(client) => format!("{client}, command {:?}", client.command),
@@ -386,7 +391,7 @@ mod tests {
         assert_eq!(register.describe(7), "PID 7 of an unknown user");
         register.all_left(&DaemonId::Shared);
         assert_eq!(register.at_work(&DaemonId::Shared), [] as [u32; 0]);
-        // A process may be examined before its line in the log is read.
+        // The service may examine a process before it reads the log's line about the process.
         register.want([process(8, 1)], NOW);
         register.begin_look();
         _ = register.answer(process(8, 1), Some(client(process(8, 1), "bob", None)), NOW);
@@ -412,7 +417,7 @@ mod tests {
         register.listed(shared, listed(&[process(8, 2), process(9, 1)]), later);
         let served: Vec<ProcessId> = register.served().into_iter().map(|(_, process, _)| process).collect();
         assert_eq!(served, [process(8, 2), process(9, 1)], "another process has the PID of one");
-        // A list without the GPUs of a client does not remove the known GPUs.
+        // If the control daemon lists a client without the client's GPUs, the known GPUs of the client stay.
         register.listed(shared, [(process(9, 1), BTreeSet::new())].into(), later + LISTED_AFTER);
         assert_eq!(
             register.served(),

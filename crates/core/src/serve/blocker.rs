@@ -38,7 +38,7 @@ pub(super) enum Blocker {
     Misfit(String),
 }
 
-/// The part of the code that clears a blocker. The first variant has the gravest blockers.
+/// The part of the code that clears a blocker. The blockers that the first variant clears are the gravest.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub(super) enum ClearedBy {
     Healing,
@@ -103,7 +103,7 @@ impl Blocker {
 #[derive(Debug, PartialEq, Eq)]
 pub(super) enum Change {
     None,
-    /// The control daemon has answered the check before, but not this check.
+    /// The control daemon has answered the previous check, but not this check.
     FirstMiss,
     /// The control daemon answers again. It may have missed commands while it did not answer.
     AnswersAgain,
@@ -215,9 +215,9 @@ impl Blockers {
         Some(self.describe(blocker.cleared_by()))
     }
 
-    /// Publishes the state of a running control daemon. The published state does not change while the control daemon is on the
-    /// way to its order without a blocker. `clients_unknown` is the reason why the service can't find out if the control daemon
-    /// has clients.
+    /// Publishes the state of a running control daemon. If no blocker exists and the control daemon does not have its limits
+    /// and a server yet, the published state does not change. `clients_unknown` is the reason why the service can't find out if
+    /// the control daemon has clients.
     pub(super) fn show(&self, view: &mut DaemonView, progress: Progress, clients_unknown: Option<&str>) {
         let Progress { configured, in_place, leads, retiring } = progress;
         (view.ends_when_idle, view.retiring) = (self.ends_when_idle(), retiring);
@@ -259,7 +259,7 @@ impl Blockers {
             )
         });
         let unknown = unknown.unwrap_or_default();
-        // A control daemon with a misfit still serves its clients, until a check finds that it has none.
+        // A control daemon with a misfit still serves its clients, until a check finds that the control daemon has no client.
         let misfit = matches!(gravest, Some(Blocker::Misfit(_)));
         let may_serve = configured && (misfit || gravest.is_none());
         if may_serve && !leads && !retiring {
@@ -284,7 +284,7 @@ impl Blockers {
 pub(super) struct Progress {
     /// True once the control daemon has its limits and a server.
     pub(super) configured: bool,
-    /// True if the control daemon has the pipe directory of the order.
+    /// True if the control daemon uses the pipe directory that the order names.
     pub(super) in_place: bool,
     /// True if new programs can reach the control daemon through its links.
     pub(super) leads: bool,
@@ -325,8 +325,8 @@ mod tests {
         Blocker::ServerEnded { reason: "server 9 has ended".to_owned(), revive_at: NOW }
     }
 
-    /// The view of a control daemon with these blockers. The view begins in the state `Stopping`, which shows if the blockers
-    /// do not change the state.
+    /// The view of a control daemon with these blockers. Before the blockers are applied, the state is `Stopping`. The result
+    /// still has this state if the blockers have not changed the state.
     fn view(blockers: &Blockers, progress: Progress) -> DaemonView {
         let mut view = DaemonView { state: ControlDaemonState::Stopping, ..DaemonView::default() };
         blockers.show(&mut view, progress, None);

@@ -20,7 +20,7 @@ pub(super) const CLIENT_LEFT_PAUSE: Duration = Duration::from_millis(200);
 /// The time between two counts of the clients on a full GPU. Usually a line in the log reports the end of a client earlier.
 const PERIOD: Duration = Duration::from_secs(5);
 
-/// The state of the last line in the log that reports a refused client.
+/// The last line in the log about a refused client, and if the service still trusts this line.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 enum Refusal {
     /// No client was refused since a client has last ended.
@@ -46,8 +46,9 @@ pub(super) struct Capacity {
 }
 
 impl Capacity {
-    /// Records a line of the log. If NVML does not list the clients of a GPU, only the log reports new clients. Returns true if
-    /// the line reports a refused client and no client was refused before.
+    /// Records a line of the log, and requests a count of the clients if the line makes a count necessary. A line about an
+    /// admitted client makes a count necessary only if NVML does not list the clients of some GPU. Returns true if the line
+    /// reports a refused client and no client was refused before.
     pub(super) fn observe(&mut self, meaning: &Meaning, gpus: &[ServedGpu], now: CoreTime) -> bool {
         let unlisted = gpus.iter().any(|gpu| !gpu.clients_listed);
         match meaning {

@@ -59,8 +59,8 @@ impl<S: Shell> Serving<'_, S> {
         }
         let limits = self.limits();
         self.put_in_force(&limits).await?;
-        // If another control daemon has taken the pipe directory in the meantime, the commands may have set the limits of that
-        // control daemon instead.
+        // If another control daemon has taken the pipe directory in the meantime, that control daemon may have got the commands
+        // that set limits.
         if self.place_is_taken() {
             self.show_state();
             return Ok(());

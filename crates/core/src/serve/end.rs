@@ -112,8 +112,8 @@ impl<S: Shell> Serving<'_, S> {
         self.shell.listener() == Some(self.shell.pid())
     }
 
-    /// Ends the control daemon together with its clients, which the caller has reported. With a permit for [`Cause::Unused`],
-    /// the control daemon is not ended if a client has come since the clients were counted.
+    /// Ends the control daemon together with its clients. The caller has already reported these clients. With a permit for
+    /// [`Cause::Unused`], the control daemon is not ended if a client has come since the clients were counted.
     ///
     /// # Errors
     /// The control daemon has not ended.
@@ -147,7 +147,8 @@ impl<S: Shell> Serving<'_, S> {
         Err(lives.to_owned())
     }
 
-    /// Asks the control daemon to end. The caller has closed the door before. Returns true if the control daemon has ended.
+    /// Asks the control daemon to end. The caller has already closed the door (see `door.rs`), so new programs wait. Returns
+    /// true if the control daemon has ended.
     async fn end_unused(&mut self) -> Result<bool, String> {
         let Some(may_end) = Permit::unused(self.in_use().await.ok()) else {
             self.open_door();

@@ -30,7 +30,8 @@ impl Failing {
         Self { reason: failure.into_text(), state, waits, before: view.reason.clone() }
     }
 
-    /// Adds to the reason who uses the control daemon, which the service therefore does not end.
+    /// Adds to the reason the programs because of which the service does not end the control daemon: its clients, or programs
+    /// without MPS that prevent the start of its server.
     pub fn add(&mut self, judged: &Judged) {
         match judged {
             Judged::Ended(_) | Judged::Idle => {}
@@ -45,20 +46,20 @@ impl Failing {
         }
     }
 
-    /// The text to report with the pause that follows, and true if the control daemon waits for something else. None if the
+    /// The text to report with the pause that follows, and true if the control daemon is in the state `waiting`. None if the
     /// reason was reported before.
     pub fn text(&self, pause: Duration) -> Option<(bool, String)> {
         let text = || format!("{reason}; {}", tried_again(pause), reason = self.reason);
         (self.before != self.reason).then(|| (self.state == ControlDaemonState::Waiting, text()))
     }
 
-    /// Takes note that the control daemon has ended with this failure.
+    /// Records in the view that the control daemon has ended with this failure.
     pub fn end(&self, view: &mut DaemonView) {
         view.pass_through(self.state, false, &self.reason);
         view.has_ended();
     }
 
-    /// Takes note that the pause after the failure begins.
+    /// Records in the view that the pause after the failure begins.
     pub fn rest(&self, view: &mut DaemonView) {
         view.enter_failing(self.state, &self.reason, self.waits);
     }

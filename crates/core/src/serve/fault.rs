@@ -117,8 +117,8 @@ pub enum AfterGrace {
 
 /// Decides about a faulted server with these clients. `named` has the clients that the log names as hit. The log names no
 /// client if it could not be written, or if an earlier process of the service has read the lines. If the control daemon has one
-/// GPU, the error has then hit every client. A client that the log does not name, though it names others, counts as not hit,
-/// since it may have connected between two errors.
+/// GPU, the error has then hit every client. If the log names some clients, a client that it does not name counts as not hit,
+/// since this client may have connected between two errors.
 pub fn after_grace(named: &BTreeSet<u32>, has_one_gpu: bool, clients: BTreeSet<u32>) -> AfterGrace {
     if named.is_empty() && !has_one_gpu {
         return AfterGrace::GpuNotKnown(clients);

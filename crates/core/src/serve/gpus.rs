@@ -28,8 +28,8 @@ pub(super) type ProcessesOnGpus = BTreeMap<GpuUuid, Vec<GpuProcess>>;
 
 pub trait GpuShell: Send {
     /// Asks NVML about each of these GPUs. With `together`, one thread asks about all GPUs. Otherwise each GPU has its own
-    /// thread, so that a GPU that hangs does not delay the others. None if the running control daemon has ended before NVML has
-    /// answered.
+    /// thread, so that a GPU that hangs does not delay the answers about other GPUs. None if the running control daemon has
+    /// ended before NVML has answered.
     fn read_gpus(
         &mut self,
         gpus: &[GpuUuid],

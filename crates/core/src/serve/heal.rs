@@ -153,7 +153,7 @@ impl<S: Shell> Serving<'_, S> {
         hit.filter_map(|(ordinal, _)| self.run.gpus.get(*ordinal)).cloned().collect()
     }
 
-    /// Reports each client that was hit, and reports it only once.
+    /// Reports each client that the fatal GPU error has hit. Each client is reported only once.
     pub(super) fn tell_fault(&mut self) {
         let Some((server, hit)) = self.run.take_hit() else { return };
         for (ordinal, clients) in hit {
@@ -212,10 +212,10 @@ impl<S: Shell> Serving<'_, S> {
         Ok(())
     }
 
-    /// Ends a faulted server whose clients have lost their work. Returns true if the control daemon was asked to end it. Before
-    /// the door was closed, the server may have recovered, taken other clients, and met another error that is missing from the
-    /// log. The service therefore asks for the server's status last, while the door is closed: a faulted server takes no
-    /// client, and a server that recovers now gets no client.
+    /// Ends a faulted server whose clients have lost their work. Returns true if the control daemon was asked to end the
+    /// server. Before the caller closed the door (see `door.rs`), the server may have recovered, taken other clients, and met
+    /// another error that is missing from the log. The service therefore asks for the server's status last, while the door is
+    /// closed: a faulted server takes no client, and a server that recovers now gets no client.
     async fn end_faulted(
         &mut self,
         known: &Fault,
@@ -228,8 +228,8 @@ impl<S: Shell> Serving<'_, S> {
         if !is_same || self.server_status(server).await? != ServerStatus::Fault {
             return Ok(false);
         }
-        // The control daemon answers again, so programs could reach the server. A link that could not be changed while the
-        // control daemon did not answer is changed first.
+        // The control daemon answers again, so new programs could reach the server through a link that the service could not
+        // change before. The service therefore makes all links point to the waiting socket first.
         if self.shell.keep_waiting().is_err() {
             return Ok(false);
         }
@@ -260,8 +260,8 @@ impl<S: Shell> Serving<'_, S> {
 
     /// Adds the clients that NVML lists, since the control daemon may list no client after a fatal GPU error. Returns NVML's
     /// error if it may hide a client that was not hit: an error about a GPU that was not hit, or about any GPU if the control
-    /// daemon lists no client. While a client that was hit still runs, the server has not recovered, and so has not taken other
-    /// clients.
+    /// daemon lists no client. An error about a GPU that was hit hides no such client while a client that was hit still runs:
+    /// the server has then not recovered, so it has taken no other client.
     async fn add_clients_of_nvml(
         &mut self,
         named: &BTreeSet<u32>,

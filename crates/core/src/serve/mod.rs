@@ -125,8 +125,8 @@ pub struct Known {
     /// The last moment at which the control daemon is known to have had a client.
     quiet_since: CoreTime,
     door: Door,
-    /// The reason why the service could not find out if the control daemon had clients, when it was to end without clients.
-    /// None if the service could find out.
+    /// The control daemon should end once it has no client, and the last count of its clients has failed for this reason. None
+    /// if the count has succeeded.
     clients_unknown: Option<String>,
     blockers: Blockers,
     revival: Revival,

@@ -102,8 +102,8 @@ pub trait Shell: GpuShell {
     /// Waits without handling events. The next call of [`Self::next`] returns events that have come in the meantime.
     fn pause(&mut self, duration: Duration) -> impl Future<Output = ()> + Send;
 
-    /// The size of the log in bytes. None if it is not known. With `skips`, later calls skip the lines that are in the log now,
-    /// except for the last few lines.
+    /// The size of the log in bytes. None if it is not known. With `skips`, later calls of [`Self::next`] and
+    /// [`Self::line_before`] skip the lines that are in the log now, except for the last few lines.
     fn end_of_log(&mut self, skips: bool) -> Option<u64>;
 
     /// The next line of the log before the byte offset `end`. Each call returns one line, so that no line is lost when an act
@@ -179,7 +179,8 @@ pub trait Shell: GpuShell {
     /// out.
     fn has_children(&self) -> Option<bool>;
 
-    /// Continues the control daemon and these servers if a signal has stopped them, and logs a message about it.
+    /// Continues the control daemon and these servers if a signal has stopped them, and writes a message about it to the
+    /// journal.
     fn continue_if_stopped(&mut self, servers: &[u32]);
 
     /// Asks the control daemon to end as soon as it has no client. Returns true if the control daemon has ended.
@@ -231,13 +232,14 @@ pub trait Shell: GpuShell {
     /// refuses it since a server has the GPU.
     fn let_go(&mut self);
 
-    /// Updates the state file and the published facts about the process. With `stays`, the service also reports if the log
-    /// can't be written.
+    /// Updates the state file and the published facts about the process. `stays` is true if the running control daemon can
+    /// serve the order, so that it is not about to be replaced. The service then also reports if the control daemon's log can't
+    /// be written.
     fn keep_state_file(&mut self, stays: bool);
 
     fn rotate_log(&mut self);
 
-    /// Returns whether the control daemon has the pipe directory of the order.
+    /// Returns whether the control daemon uses the pipe directory that the order names.
     fn is_in_place(&self) -> bool;
 
     /// The reason why the order needs another control daemon than the running one. None if the running control daemon can carry

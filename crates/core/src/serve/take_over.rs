@@ -1,4 +1,4 @@
-//! Takes over a control daemon that an earlier service has started.
+//! Takes over a control daemon that an earlier process of the service has started.
 
 use alloc::format;
 

@@ -91,8 +91,8 @@ pub fn may_cut_back<T: PartialEq>(members: &[Member<T>]) -> Result<Permit, Strin
 }
 
 /// The member of a slice that loses its work next. None if the other members fit into the budget, or if no member may be ended.
-/// The newest member comes first. A member that may already have lost its work comes before all others, until the service knows
-/// if this member has work. The oldest member always fits, since the driver limits a single process.
+/// The newest member comes first. A member that may already have lost its work comes before all other members, until the
+/// service knows if this member has work. The oldest member always fits, since the driver limits a single process.
 pub fn next_victim<T>(
     budget: SliceSize,
     members: &[Member<T>],

@@ -22,7 +22,8 @@ const LAST_PAUSE: Duration = Duration::from_secs(60);
 /// take half a minute, and other clients may end meanwhile.
 const BELIEVED_FOR: Duration = Duration::from_secs(2);
 
-/// The servers that have a client with this PID, each with its control daemon and the client's entry in the list.
+/// The servers that have a client with this PID, each with its control daemon and the client's entry in that control daemon's
+/// list.
 fn servers_of<C>(listed: &[(C, DaemonClients)], pid: u32) -> impl Iterator<Item = (&C, u32, &ListedClient)> {
     listed.iter().flat_map(move |(control, daemon)| {
         let its = daemon.clients.iter().filter(move |((_, one), _)| *one == pid);

@@ -1,9 +1,9 @@
 //! Ends the GPU work of tenants: the work of one client, of all clients that a caller names, or of clients that exceed the
 //! budget of their slice.
 //!
-//! A signal that kills a client in the middle of a kernel frees the memory that the kernel uses. The kernel then causes a fatal
-//! GPU error, which hits every client on the GPU. The command `terminate_client` ends the kernel first. Therefore this module
-//! never ends a process by a signal.
+//! A signal that kills a client in the middle of a CUDA kernel frees the memory that the CUDA kernel uses. The CUDA kernel then
+//! causes a fatal GPU error, which hits every client on the GPU. The command `terminate_client` ends the CUDA kernel first.
+//! Therefore this module never ends a process by a signal.
 //!
 //! | file | its job |
 //! |---|---|
@@ -16,8 +16,8 @@
 //! | `termination_shell.rs` | all further questions and acts for a request |
 //! | `target.rs` | which clients a request means |
 //! | `stop.rs` | which clients lose their work before a container gets a signal |
-//! | `terminate.rs` | a request: its looks, its pauses, and its answer |
-//! | `termination_error.rs` | why clients may have work left, in words |
+//! | `terminate.rs` | a request: its searches, its pauses, and its answer |
+//! | `termination_error.rs` | why clients may still have work, in words |
 
 pub mod budget;
 mod client_shell;

@@ -100,8 +100,8 @@ impl<T: TerminationShell> Termination<T> {
     }
 
     /// Ends the GPU work of all clients that the request means, and returns when the work has ended. A process notices the end
-    /// of its work at its next CUDA call, and is listed as a client until then. A signal that kills the process can no longer
-    /// cause a fault for other clients.
+    /// of its work at its next CUDA call, and is listed as a client until then. A signal that kills the process after the end
+    /// of its work can't cause a fault for other clients.
     ///
     /// # Errors
     /// Clients may still have work.
@@ -124,7 +124,7 @@ impl<T: TerminationShell> Termination<T> {
                 return self.answer();
             }
             let others_are_done = look.found.is_empty();
-            // If a process can't be examined, the request fails. The work of all other clients is ended before.
+            // If a process can't be examined, the request fails, but only after the work of all other clients was ended.
             self.end_work(shell, look.found).await?;
             if let Some(why) = look.silent {
                 return Err(TerminationError::Silent { why, left: self.left() });
@@ -258,7 +258,8 @@ impl<T: TerminationShell> Termination<T> {
     }
 
     /// Makes sure that the request means only one container. A user can give a control group the name of a container. If a
-    /// container of the host's own runtime matches the request, containers from other sources therefore do not count.
+    /// container of the host's own runtime matches the request, containers that this runtime has not made therefore do not
+    /// count.
     fn narrow(&mut self, look: &mut RequestLook<T>) -> Result<(), TerminationError<T::Owner>> {
         let Target::Container(id) = &self.target else { return Ok(()) };
         let is_the_hosts = |one: &MeantClient<T>| one.containers.values().any(|is_the_hosts| *is_the_hosts);

@@ -116,7 +116,7 @@ impl OveruseNews {
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct AttemptNews {
     pub slice: u32,
-    /// All clients that have lost their work, or the only client with another state.
+    /// With the state [`VictimState::Ended`], all clients that have lost their work. With any other state, only one client.
     pub clients: Vec<ProcessId>,
     pub state: VictimState,
     /// The number of ended clients in messages that were suppressed before. None if no message was suppressed.

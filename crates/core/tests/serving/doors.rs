@@ -33,8 +33,8 @@ fn the_clients_are_counted_behind_the_closed_door() {
     assert!(!story.has_done("lead again") && !story.has_done("let go"), "the next one lets them go");
 }
 
-/// The control daemon must not be shown as serving before its end by force. Otherwise a program could get a slice of it, wait
-/// there, and then start without MPS.
+/// Before the service ends a control daemon by force, it must stop showing the control daemon as serving. Otherwise a program
+/// could get a slice of the control daemon, wait at the slice's link, and then start without MPS.
 #[test]
 fn one_that_is_ended_by_force_is_shown_as_not_serving_before_it_is_asked() {
     let mut story = misfit();

@@ -187,7 +187,7 @@ fn a_server_that_has_gone_needs_no_limits() {
     let mut story = Story::with_one_user(&["A"]);
     with_server(&story);
     story.host().log_is_skipped();
-    // The server has ended, and the control daemon lists the server for a last time.
+    // The server ends just before the control daemon answers the question `inspect`. The log does not report the end.
     story.host().during("inspect", |host| _ = host.servers.remove(&9));
     story.served(1000);
     assert_eq!((story.calls("set limits of 9"), story.shown().as_str()), (0, "Ready, serving"));

@@ -172,8 +172,8 @@ fn named(pid: Option<u32>, control_group: Option<&str>) -> GroupOf {
         .map_or_else(|| GroupOf::Process(pid.unwrap_or_default()), |path| GroupOf::Path(path.to_owned()))
 }
 
-/// True if the service is most likely restarting. A service that ends before its answer may already have bound the control
-/// group, and a second request does no harm.
+/// True if the service is most likely restarting, so that the request is repeated. A service that ended before its answer may
+/// already have bound the control group. The repeated request then does no harm.
 fn is_away(error: &BusError) -> bool {
     match error {
         BusError::NotRunning => true,

@@ -150,8 +150,9 @@ impl Scope {
         Self { all: false, slices }
     }
 
-    /// The first pipe directory of these GPUs that contains the control daemon's socket itself, and not a link that the service
-    /// can remove. A program that has this directory can start new clients in spite of the drain.
+    /// Finds a control daemon of the drained slices whose pipe directory contains its socket itself, and not a link that the
+    /// service can remove. Returns this pipe directory: a program that can reach the directory can start new clients in spite
+    /// of the drain.
     fn open_directory<'a>(&self, control_daemons: &'a [Listed<ControlDaemon>]) -> Option<&'a str> {
         let mut theirs = control_daemons.iter().filter(|daemon| {
             self.all || self.slices.iter().any(|(slice, _)| slice.pipe_directory == daemon.pipe_directory)
@@ -301,8 +302,8 @@ async fn wait(daemon: &DaemonProxy, scope: &Scope, out: &mut dyn Write) -> Resul
 
 #[derive(Default)]
 struct DrainScreen {
-    /// True for a terminal, on which a table shows the present clients. False for any other output, which gets a line when a
-    /// client appears or ends.
+    /// True if the output is a terminal, on which a table shows the present clients. Any other output gets a line when a client
+    /// appears or ends.
     redraws: bool,
     /// The text at the bottom of the terminal, which the next text replaces.
     drawn: String,

@@ -215,7 +215,7 @@ impl ProcessGroup {
     }
 
     /// Stops the command and this process until this process is continued, as job control in a shell does. The command gets
-    /// SIGSTOP, since the kernel discards SIGTSTP in a process group without a shell.
+    /// SIGSTOP, since the kernel discards SIGTSTP in an orphaned process group, such as that of the command.
     fn suspend(self) {
         self.send(Signal::STOP);
         let _ = kill_process(getpid(), Signal::STOP);
@@ -225,7 +225,7 @@ impl ProcessGroup {
 
 type Release = Pin<Box<dyn Future<Output = ()>>>;
 
-/// Waits until the GPU work has ended that the signal in `waiting` would interrupt, and returns the signal. Without a signal in
+/// Waits for the end of the GPU work that the signal in `waiting` would interrupt, and returns the signal. Without a signal in
 /// `waiting`, this function never returns.
 async fn released(waiting: &mut Option<(Signal, Release)>) -> Signal {
     match waiting {
@@ -279,7 +279,7 @@ async fn terminate_clients(command: ProcessGroup) -> Result<(), BusError> {
 /// True if the process is `root`, a descendant of `root`, or in the session of `root`. A process whose parent has ended is no
 /// descendant any more, but is still in the session.
 fn descends(mut pid: u32, root: u32) -> bool {
-    // This loop reads the parents one after the other, and they may change meanwhile. So the chain of parents may be a ring,
+    // This loop reads the parents one after the other, and parents may change meanwhile. So the chain of parents may be a ring,
     // and the loop ends after 1000 steps.
     for _ in 0..1000 {
         if pid == root {

@@ -58,8 +58,8 @@ fn configuration(facts: &Facts) -> Outcome {
     Ok(findings)
 }
 
-/// True if this process can't read the file because it does not run as root. An unreadable file is then no mistake in the
-/// configuration.
+/// True if this process can't read the file since the process does not run as root. An unreadable file is then no mistake in
+/// the configuration.
 fn for_root(facts: &Facts, file: &Path) -> bool {
     let opened = File::open(facts.file(file));
     !rustix::process::geteuid().is_root()

@@ -203,8 +203,8 @@ fn sockets(facts: &Facts) -> Outcome {
         let serves = matches!(daemon.state.known()?, ControlDaemonState::Ready | ControlDaemonState::Waiting);
         let pid = daemon.pid.filter(|_| serves)?;
         let own = socket(Path::new(&daemon.control_directory), pid);
-        // If every slice of these GPUs is drained, the service has removed the link to the control daemon from the pipe
-        // directory.
+        // If every slice of the control daemon's GPUs is drained, the service has removed the link to the control daemon from
+        // the pipe directory.
         let devices = facts.published().ok()?.devices.iter().flatten();
         let mut its = devices
             .filter(|device| device.device_path.as_ref().is_some_and(|uuid| daemon.gpus.contains(uuid)));
@@ -213,7 +213,7 @@ fn sockets(facts: &Facts) -> Outcome {
     })
 }
 
-/// None if control daemon `pid` listens in the directory.
+/// None if the control daemon with the PID `pid` listens on the socket in this directory.
 fn socket(directory: &Path, pid: u32) -> Option<Finding> {
     let socket = directory.join("control");
     match listener(directory) {
@@ -266,8 +266,8 @@ fn runtime_directory(facts: &Facts) -> Outcome {
         if fs::File::open(&state_file).is_err_and(|error| error.kind() == ErrorKind::PermissionDenied) {
             return Err(format!("only root can read {state_file}", state_file = state_file.display()).into());
         }
-        // A running service has the content of its state file in memory, and writes the file again. A service that starts now
-        // could not read the content.
+        // A running service has the content of the state file in memory, and replaces the bad file. A service that starts
+        // before this replacement could not read the content.
         let remedy = if facts.published().is_ok() {
             "the service writes the file again within a minute: do not restart the service before, or it \
              takes its control daemons for those of another program"
@@ -386,9 +386,9 @@ fn ageing(facts: &Facts) -> Outcome {
     })
 }
 
-/// Finds the line because of which systemd-tmpfiles removes old files in `directory`. The nearest line for the directory or for
-/// one of its ancestors decides. None if the nearest line has no age, or if a line of type x excludes the directory. Lines with
-/// patterns are ignored, since the remedy of this check writes no pattern.
+/// Finds the tmpfiles.d line because of which systemd-tmpfiles removes old files in `directory`. The nearest line for the
+/// directory or for one of its ancestors decides. None if the nearest line has no age, or if a line of type x excludes the
+/// directory. Lines with patterns are ignored, since the remedy of this check writes no pattern.
 fn aged_by<'l, F>(directory: &Path, lines: impl Iterator<Item = (&'l str, F)>) -> Option<(&'l str, F)> {
     let mut nearest: Option<(usize, bool, &str, F)> = None;
     for (line, file) in lines {

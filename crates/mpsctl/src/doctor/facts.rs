@@ -43,7 +43,7 @@ pub(super) struct Facts {
     pub(super) gpus: BTreeMap<String, GpuNow>,
     /// The CUDA version of the driver: 13000 means CUDA 13.0.
     pub(super) cuda: Option<u32>,
-    /// None before driver 580, where the control daemon's program can't print its CUDA version.
+    /// The CUDA version of the control daemon's program. None before driver 580, since the program can't print its version.
     pub(super) program_cuda: Option<u32>,
     pub(super) bus: Result<Published, BusError>,
     pub(super) unit: Result<UnitProperties, Problem>,
@@ -245,8 +245,9 @@ fn ask_driver(sysroot: &Path) -> (Inventory, BTreeMap<String, GpuNow>, Option<u3
     answer.unwrap_or_else(|reason| (Inventory::read(sysroot, Err(&reason)), BTreeMap::new(), None))
 }
 
-/// Runs the control daemon's program with the option for its version. A program before driver 580 does not know the option, and
-/// acts as a front end instead. The pipe directory `/dev/null` ensures that the front end finds no control daemon.
+/// Returns the CUDA version that the control daemon's program prints. Before driver 580 the program does not know the option
+/// for its version, and acts as a front end instead. The pipe directory `/dev/null` ensures that this front end finds no
+/// control daemon.
 async fn program_cuda() -> Option<u32> {
     let mut command = Command::new(find_program(CONTROL).ok()?);
     command
@@ -274,8 +275,8 @@ fn is_mps(pid: u32) -> bool {
 }
 
 /// The kernel reports the same short name for control daemons and servers, so the arguments decide. The arguments are in the
-/// memory of the process, and reading them hangs if the process hangs. So the short name is read first, and other processes are
-/// skipped.
+/// memory of the process, and reading them hangs if the process hangs. So the short name is read first, and the arguments of
+/// processes with any other name are not read.
 fn is_control_daemon(pid: u32) -> bool {
     if !is_mps(pid) {
         return false;

@@ -1,6 +1,6 @@
 //! Checks of the service: its name on the bus, its unit, and the program of the platform that the service replaces.
 
-// All checks have the same type, which is a `Result` since some of them may lack a fact.
+// All checks return the type `Outcome`, which is a `Result`. So even a check that never fails wraps its findings in `Ok`.
 #![allow(clippy::unnecessary_wraps)]
 
 use std::fs;
@@ -325,8 +325,8 @@ mod tests {
         }
     }
 
-    /// systemd makes each directory in `ReadWritePaths=` a mount of its own, and hard links can't lead into another mount. So
-    /// the remedy names the parent of the configured pipe directory.
+    /// The service makes hard links between the pipe directory and a directory beside the pipe directory, which needs both on
+    /// one mount. systemd makes each directory in `ReadWritePaths=` a mount of its own. So the remedy names the parent.
     #[test]
     fn the_remedy_allows_the_parent() {
         let strict = unit(&json!({"ProtectSystem": "strict"}));

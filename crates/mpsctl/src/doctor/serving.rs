@@ -244,8 +244,8 @@ fn devices(facts: &Facts) -> Outcome {
         found.map(|client| (client.pid, named(client))).collect::<BTreeMap<_, _>>().into_values().collect()
     };
     let nameless = list(&|client| client.device.is_none());
-    // A program on the host can name its slice only in its environment, unless its control group is bound. So only clients in
-    // containers are reported.
+    // A program outside of containers can name its slice only in its environment, unless its control group is bound. So the
+    // finding names only clients in containers.
     let claims = |client: &Client| client.known_by.as_ref().is_some_and(|word| *word == KnownBy::Environment);
     let claim = list(&|client| client.container_id.is_some() && claims(client));
     let mut findings = Vec::new();
@@ -278,8 +278,8 @@ fn devices(facts: &Facts) -> Outcome {
     Ok(findings)
 }
 
-/// Finds records of the host agent that the service can't use. The service then knows the slices of the clients in these
-/// containers only from their environment, or not at all.
+/// Finds records of the host agent that the service can't use. For a container with such a record, the service knows the slices
+/// of the clients only from their environment, or not at all.
 fn records(facts: &Facts) -> Outcome {
     let servers = &facts.enabled()?.supervision.servers_path;
     if !rustix::process::geteuid().is_root() {
@@ -344,8 +344,8 @@ fn commanders(facts: &Facts) -> Outcome {
     let all = list(&|client| {
         let is_contained =
             || client.container_id.is_some() || proc::is_elsewhere(client.pid).unwrap_or_default();
-        // A newer version of the service may publish words that this program does not know. A client with an unknown word
-        // counts as harmful.
+        // A newer version of the service may publish a value of `may_command` that this program does not know. A client with
+        // an unknown value counts as harmful.
         let is_harmless =
             |may: &Word<_>| matches!(may.known(), Some(MayCommand::Nothing | MayCommand::Neighbours));
         client.may_command.as_ref().is_some_and(|may| !is_harmless(may)) && is_contained()

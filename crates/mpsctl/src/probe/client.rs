@@ -55,7 +55,7 @@ pub(super) fn without_limits(environment: &[(String, String)]) -> Vec<(String, S
     environment.iter().filter(|(name, _)| kept.contains(&name.as_str())).cloned().collect()
 }
 
-/// The environment of a slice's GPU in which CUDA finds no control daemon.
+/// An environment in which CUDA finds no control daemon, and sees the GPU of the slice without MPS.
 pub(super) fn without_mps(environment: &[(String, String)]) -> Vec<(String, String)> {
     let mut environment = without_limits(environment);
     for (name, value) in &mut environment {

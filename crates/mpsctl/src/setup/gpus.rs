@@ -98,8 +98,8 @@ impl HostGpus {
         format!("With {slices} slices of the {model}, each has {share}.")
     }
 
-    /// A sentence about the share of a CUDA program that uses a slice without any setting. None if the program has the whole
-    /// GPU.
+    /// A sentence about the share of the GPU that a CUDA program has if the program uses a slice without any setting. None if
+    /// the program has the whole GPU.
     pub(super) fn describe_program(&self, group: &ModelGroup, slices: u32) -> Option<String> {
         let plan = plan(&self.inventory, NonZeroU32::new(slices)?, Topology::Shared)?;
         if slices == 1 || !planned(&plan, group.gpus.first()?)?.limits_enforced {

@@ -171,8 +171,9 @@ fn ask_isolation(questions: &mut Questions, out: &mut dyn Write) -> Result<bool>
     questions.no_or_yes("Should a fault stay in its slice?", out)
 }
 
-/// If NVIDIA's container toolkit is installed, programs in containers find the control daemon too, and `doctor` warns about
-/// this problem. The default answer is then no.
+/// Asks if every CUDA program of the host should find the control daemon by itself. With NVIDIA's container toolkit, programs
+/// in containers without a slice would find the control daemon too, and `doctor` would warn about this problem. So the default
+/// answer is no if the toolkit is installed.
 fn ask_by_itself(sysroot: &Path, questions: &mut Questions, out: &mut dyn Write) -> Result<bool> {
     let question = "Should every CUDA program of this host use a slice automatically? Otherwise only \
                     programs that are started with a slice use one.";

@@ -155,8 +155,8 @@ fn reasons(
     any.then_some(notes)
 }
 
-/// The time since which a control daemon waits, and the number of clients that it still has. None if the control daemon does
-/// not wait.
+/// The time since which a control daemon waits for the end of its clients, and the number of these clients. None if the control
+/// daemon does not wait.
 fn how_it_waits(
     daemon: &ControlDaemon,
     all: &[Listed<ControlDaemon>],

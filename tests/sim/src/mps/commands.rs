@@ -296,7 +296,7 @@ impl Daemon {
     }
 
     /// Carries out `quit`: the control daemon ends after its clients have ended. If a client is still there at the command's
-    /// time limit, the control daemon of driver 580 announces an end by force, and then hangs for ever.
+    /// time limit, the control daemon of driver 580 logs that it ends the server by force, and then hangs for ever.
     fn quit(&'static self, rest: &[&str]) {
         let limit = match rest {
             ["-t", seconds, ..] => seconds.parse().ok(),

@@ -1,5 +1,5 @@
-//! The simulated MPS server. It opens its GPUs, takes clients, applies the limits of the clients, and lets a fault of one
-//! client hit all clients on the same GPU.
+//! The simulated MPS server. The server opens its GPUs, takes clients, applies the limits of the clients, and lets a fault of
+//! one client hit all clients on the same GPU.
 
 use std::io;
 use std::os::fd::{AsFd, OwnedFd};
@@ -20,8 +20,8 @@ use crate::state::{Gpu, Host, Kind, visible};
 const SERVER_MIB: u64 = 66;
 const CLIENT_MIB: u64 = 580;
 
-/// The server ends a client's work in this many steps, and waits for the client in each step. A client that runs only for
-/// moments at a time finishes few steps in each moment.
+/// The server ends a client's work in this many steps, and waits for the client in each step. So the end takes long if another
+/// process stops and continues the client all the time: the client takes part only in a few steps before the next stop.
 const STEPS: u32 = 20;
 
 /// A waiting server checks at this interval if its control daemon has ended.
@@ -385,8 +385,8 @@ impl Server {
         }
     }
 
-    /// Ends a client's work with the client's help. If the client is stopped, frozen or held by a debugger, the server waits
-    /// for the client, and the control daemon waits for the server.
+    /// Ends a client's work with the client's help. If the client's process is stopped, frozen or halted in a debugger, the
+    /// server waits for the client, and the control daemon waits for the server.
     fn terminate(&self, pid: u32) -> bool {
         let mut state = self.state();
         for _ in 0..STEPS {
@@ -439,8 +439,8 @@ impl Server {
         }
     }
 
-    /// Removes a client that has ended. If a kernel of the client still ran, its end is a fault. The fault is over when the
-    /// last client that it has hit is removed.
+    /// Removes a client that has ended. If the client has ended during one of its CUDA kernels, its end is a fault. A fault is
+    /// over when the last client that the fault has hit is removed.
     fn part_with(&self, id: u32) {
         let mut state = self.state();
         let Some(place) = state.clients.iter().position(|client| client.id == id) else { return };

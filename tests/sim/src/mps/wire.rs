@@ -1,5 +1,5 @@
-//! The messages between the programs of the simulated MPS: packets of JSON over `SOCK_SEQPACKET` sockets. A packet can have a
-//! connection attached.
+//! The messages between the programs of the simulated MPS: packets of JSON over `SOCK_SEQPACKET` sockets. A packet can carry
+//! the file descriptor of a client's connection.
 
 use std::io::{self, IoSlice, IoSliceMut};
 use std::mem::MaybeUninit;
@@ -69,7 +69,7 @@ pub(super) struct Status {
     pub(super) percentage: f64,
     pub(super) limits: Vec<(usize, u64)>,
     pub(super) clients: Vec<ClientStatus>,
-    /// True if the server had the client whose work the control daemon has told it to end.
+    /// True if the server has carried out [`Order::Terminate`] or [`Order::Shutdown`]. False after any other order.
     pub(super) done: bool,
 }
 

@@ -24,8 +24,8 @@ pub struct NvmlFacts {
     pub state: GpuState,
 }
 
-/// The state of a GPU when NVML was asked. Only the plan uses it. The state is soon outdated, so the service does not publish
-/// it.
+/// The state of a GPU when NVML was asked. Only the plan uses this state. The service does not publish the state, since it is
+/// soon outdated.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct GpuState {
     pub compute_mode: Option<ComputeMode>,

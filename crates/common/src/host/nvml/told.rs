@@ -60,8 +60,8 @@ impl GpuQuestions {
         let addresses: Vec<PciAddress> =
             on_bus.iter().filter(|address| !is_listed(address)).copied().collect();
         let driver = Arc::clone(&self.driver);
-        // One of these addresses may belong to a GPU that has not answered the first call. The service does not wait as long a
-        // second time for that GPU.
+        // One of these addresses may belong to a GPU that has not answered the question about its index. The service does not
+        // wait for that GPU as long a second time.
         let patience = if all_answer { PATIENCE } else { REMAINDER };
         let mut answers = self
             .unlisted

@@ -146,7 +146,7 @@ fn time_of_day(at: SystemTime) -> String {
     local.split_once(' ').map_or(local.clone(), |(_, time)| time.to_owned())
 }
 
-/// A state that this version does not know is shown neither as good nor as bad.
+/// If this version of the program does not know the service's state, the colour stands for neither good nor bad.
 fn tone(service: &Service) -> Tone {
     tone_of_service(&service.state).unwrap_or(Tone::Between)
 }

@@ -62,12 +62,12 @@ impl Model {
         self.listed.is_some()
     }
 
-    /// The time of the slices on the screen. None if the slices are not outdated.
+    /// The time at which the service sent the slices on the screen. None if the slices are not outdated.
     pub(super) fn slices_are_of(&self) -> Option<SystemTime> {
         old(self.published, self.silent.is_some())
     }
 
-    /// The time of the clients on the screen. None if the clients are not outdated.
+    /// The time at which the service sent the clients on the screen. None if the clients are not outdated.
     pub(super) fn clients_are_of(&self) -> Option<SystemTime> {
         old(self.listed, self.unlisted.is_some())
     }
