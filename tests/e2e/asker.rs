@@ -11,10 +11,10 @@ use common::host::systemd::{move_to_scope, runs_us, why_stopping};
 use sd_notify::NotifyState;
 use tokio::signal::unix::{SignalKind, signal};
 
-/// The first argument that makes the test program run as the small service.
+/// With this first argument, the test program runs as the small service of this file.
 pub(crate) const ARGUMENT: &str = "asker";
 
-/// A shell script that ends only by SIGTERM, and then writes a line to /var/order.
+/// A shell script that runs until SIGTERM. Then the script writes a line to /var/order and exits.
 const HELD: &str = "trap 'echo held >>/var/order; exit' TERM; while :; do sleep 0.05; done";
 
 pub(crate) fn run() -> ExitCode {

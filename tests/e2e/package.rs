@@ -109,7 +109,8 @@ pub(crate) fn stage() -> Stage {
     stage
 }
 
-/// Adds to [`stage`] an earlier version of the deb, and the platform's own package.
+/// Adds two packages to [`stage`]: an earlier version of the deb, and Cloudpods' own package `yunion-mps-daemon`, which the deb
+/// replaces.
 pub(crate) fn stage_upgrades() -> Stage {
     let stage = stage();
     let work = tempfile::tempdir().unwrap();

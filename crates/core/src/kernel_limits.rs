@@ -84,8 +84,9 @@ fn limits_of<'b>(
     limits
 }
 
-/// The control group whose limit on this GPU is exactly the memory of this slice, so that the limit applies to all programs
-/// with the slice. None if several bindings have the slice, or if the limit covers several slices.
+/// The control group whose limit on this GPU is the limit of this slice alone: all programs with the slice are in this control
+/// group, and its limit equals the memory of the slice. None if several bindings have the slice, or if the control group's limit
+/// is the sum of several slices.
 pub fn limited_to(
     slice: &SliceId,
     gpu: &GpuUuid,

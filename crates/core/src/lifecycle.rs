@@ -96,8 +96,9 @@ pub(crate) struct Lifecycle<P> {
     written: Option<Vec<GpuUuid>>,
     /// True if the service watches the process, and therefore notices its end.
     watched: bool,
-    /// True if a control daemon with this id has run before. Only the first start waits until all GPUs of the order are free. A
-    /// control daemon gets a missing GPU only by a restart, and clients on its other GPUs could prevent the restart forever.
+    /// True if a control daemon with this id has run before. A first start waits until all GPUs of the order are free: the control
+    /// daemon would get a missing GPU only by a restart, and clients on its other GPUs could prevent the restart forever. A later
+    /// start does not wait, so that the GPUs that were served before are served again at once.
     has_run: bool,
     /// True if the service has stopped trying to end the control daemon, since every attempt has failed.
     given_up: bool,

@@ -267,7 +267,7 @@ enum Command {
     Drain {
         #[command(flatten)]
         what: act::drain::What,
-        /// Return when no client is left there, and show meanwhile who is
+        /// Wait until the slices have no client, and show their clients meanwhile
         #[arg(long)]
         wait: bool,
     },

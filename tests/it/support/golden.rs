@@ -2,8 +2,9 @@
 //! and so is a file without an output. With `UPDATE_GOLDEN=1`, the tests write the files instead, and remove files without an
 //! output.
 //!
-//! For two boards all outputs are recorded, for 80 columns and, if the text differs, for 120 columns. For other boards, only
-//! the outputs in `RECORDED` are recorded, for 80 columns. The tests run the other commands without a comparison.
+//! For two boards (models of simulated hosts) all outputs are recorded, for 80 columns and, if the text differs, for 120
+//! columns. For other boards, only the outputs in `RECORDED` are recorded, for 80 columns. The tests run the other commands
+//! without a comparison.
 
 use std::collections::BTreeSet;
 use std::fmt::Write as _;

@@ -50,8 +50,8 @@ pub trait ClosedSlices {
 
 /// The directories on the host. Each call takes effect at once.
 pub trait Directories<D> {
-    /// Finds the socket that the control daemon has made. None if the socket does not exist. Later calls make links to the
-    /// socket that was found last.
+    /// Finds the socket that the control daemon has made. None if the socket does not exist. The methods below that make links
+    /// make them to the socket that was found last.
     ///
     /// # Errors
     /// The directory of the socket can't be used.

@@ -40,7 +40,7 @@ enum Task {
     Revive,
     /// Search for processes that use the GPUs without a server.
     Bypasses,
-    /// Count the clients on full GPUs.
+    /// Count the clients on the GPUs that had as many clients as they can have, since a client may have ended.
     Capacity,
     /// Check which clients still wait for a server.
     WaitingClients,

@@ -21,7 +21,7 @@ use common::host::proc;
 /// The first argument of the process that becomes a CUDA client. The second argument is a [`CudaRequest`] in JSON.
 const BECOME: &str = "become-cuda-client";
 
-/// A pipe directory that does not exist. Only root could create this directory, so no control daemon listens there.
+/// A pipe directory in which no control daemon listens: the directory does not exist, and only root could create it.
 const NOWHERE: &str = "/nonexistent";
 
 /// The longest wait for an answer. The client may be the first of a server, and a server needs seconds to start.

@@ -344,8 +344,8 @@ fn again(host: &Host, context: Context, time: Duration, mib: u64) -> u8 {
 fn long(context: &Context, start: Instant, time: Duration) -> u8 {
     let init = start.elapsed().as_secs_f64();
     context.request(&Request::LongKernel(true));
-    // A test that reads this message relies on the running kernel. So the program writes the message after its request to the
-    // server.
+    // A test that reads this message relies on it that the CUDA kernel runs. So the program writes the message only after the
+    // request above has started the CUDA kernel.
     let _ = writeln!(io::stderr(), "long pid {} runs", std::process::id());
     if let Err(error) = context.work(Instant::now() + time) {
         say(&format!("ERR cudaDeviceSynchronize(): {} ({error})", text(error)));
