@@ -267,7 +267,7 @@ enum Command {
     Drain {
         #[command(flatten)]
         what: act::drain::What,
-        /// Wait until the slices have no client, and show their clients meanwhile
+        /// Wait until the last client has ended, and show the clients meanwhile
         #[arg(long)]
         wait: bool,
     },
