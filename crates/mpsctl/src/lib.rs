@@ -267,7 +267,7 @@ enum Command {
     Drain {
         #[command(flatten)]
         what: act::drain::What,
-        /// Wait until the last client has ended, and show the clients meanwhile
+        /// Wait for the end of the last client, and show the clients
         #[arg(long)]
         wait: bool,
     },
