@@ -757,8 +757,8 @@ fn run_passes_a_users_signal_on_by_any_name() {
 
 #[test]
 fn run_passes_signals_on_when_the_daemon_does_not_answer() {
-    const WARNING: &str =
-        "the GPU work was not ended before the signal, which may be a fault for other clients of the GPU: ";
+    const WARNING: &str = "the command gets the signal while its GPU work may go on, which can be a fault \
+                           for other clients of the GPU: ";
     let one = "trap 'end=7' INT; echo up; while test -z $end; do sleep 0.01; done; exit $end";
     let both = "trap 'int=7' INT; trap 'term=1; echo TERM' TERM; echo up; \
                 until test \"$int$term\" = 71; do sleep 0.01; done; exit $int";
