@@ -755,7 +755,7 @@ async fn overuse_is_told_and_use_is_not() {
     let properties = "org.freedesktop.DBus.Properties";
     let reason = "over its budget: the slice has more than 2 clients";
     let of_slice = json!({"Overuse": ["s", "the slice has more than 2 clients"], "Reason": ["s", reason]});
-    let of_gpu = json!({"Reason": ["s", "over budget: 00:06.0-0"]});
+    let of_gpu = json!({"Reason": ["s", "slices over their budgets: 00:06.0-0"]});
     let expected = [
         json!([GPU, properties, "PropertiesChanged", [format!("{NAME}.Gpu"), of_gpu, []]]),
         json!([path, properties, "PropertiesChanged", [format!("{NAME}.Device"), of_slice, []]]),
