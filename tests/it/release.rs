@@ -29,7 +29,7 @@ const SLICE: &str = ", slice 00:06.0-1";
 /// Checks that the service had ended the command's GPU work before `run` passed the signal on. The command ends with CUDA's
 /// error, or by the signal if the signal comes first.
 fn assert_released((status, said): (Option<i32>, String), signal: Signal) {
-    assert!(!said.contains("which may be a fault for other clients of the GPU"), "{signal:?}: {said}");
+    assert!(!said.contains("which can be a fault for other clients of the GPU"), "{signal:?}: {said}");
     match status {
         Some(3) => assert!(said.contains(TERMINATED), "{signal:?}: {said}"),
         // The signal has ended the command before it could print CUDA's error.
@@ -692,7 +692,7 @@ fn run_finds_all_that_the_command_has_started() {
             let (status, said) = ended(run);
             assert!(
                 said.contains("signalled")
-                    && !said.contains("which may be a fault for other clients of the GPU"),
+                    && !said.contains("which can be a fault for other clients of the GPU"),
                 "{script}: {said}"
             );
             assert_eq!(status, Some(9), "{script}: {said}");
