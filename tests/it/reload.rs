@@ -18,7 +18,7 @@ const ENTRY: &str = "path: /dev/dri/renderD128, type: NVIDIA_MPS, virtual_number
 
 fn reloads(status: &Value) -> usize {
     let events = status["events"].as_array().unwrap();
-    events.iter().filter(|event| event["text"] == "configuration reloaded").count()
+    events.iter().filter(|event| event["text"] == "the service has reloaded its configuration").count()
 }
 
 fn generation(status: &Value) -> u64 {
