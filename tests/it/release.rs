@@ -228,8 +228,8 @@ fn what_cannot_be_terminated_says_why() {
     for pid in [own.as_str(), "0", "4294967295"] {
         let complaint = failed(&scene.host.mpsctl(&["terminate", pid]));
         let expected = format!(
-            "process {pid} is not an MPS client on this host; yunion-mpsctl clients lists the clients; end a \
-             program that is listed with BYPASS (without MPS) by kill"
+            "process {pid} is not an MPS client on this host; yunion-mpsctl clients lists the clients; a \
+             program with BYPASS in this list runs without MPS: end the program with kill"
         );
         assert_eq!(complaint, format!("yunion-mpsctl: {expected}\n"));
     }
