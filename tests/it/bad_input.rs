@@ -711,7 +711,7 @@ fn a_gpu_that_nvml_cannot_name() {
 fn a_gpu_that_refuses_its_compute_mode() {
     one_out_of_eight(
         &[("gpus/3/no-permission", "")],
-        "the GPU is not served, since its compute mode can't be set: ",
+        "the GPU is not served until its compute mode is set: ",
     );
 }
 

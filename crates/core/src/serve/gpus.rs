@@ -64,7 +64,7 @@ impl LeftOut {
         match self {
             Self::Unreachable(error) => error.clone(),
             Self::ModeRefused(error) => format!(
-                "the GPU is not served, since its compute mode can't be set: {error}; to serve the GPU in its \
+                "the GPU is not served until its compute mode is set: {error}; to serve the GPU in its \
                  present compute mode, set cuda_mps_set_compute_mode: false (programs can then use the GPU \
                  without MPS and without limits)"
             ),

@@ -205,7 +205,7 @@ fn a_gpu_that_cannot_be_reached_or_set_is_left_out() {
     assert!(reach.is_left_out("B") && reach.is_left_out("C") && !reach.is_left_out("A"));
     let told = [
         "unreachable: GPU 0b:00.0: it is lost",
-        "warning: GPU 0c:00.0: the GPU is not served, since its compute mode can't be set: NVML says no; to \
+        "warning: GPU 0c:00.0: the GPU is not served until its compute mode is set: NVML says no; to \
          serve the GPU in its present compute mode, set cuda_mps_set_compute_mode: false (programs can then \
          use the GPU without MPS and without limits)",
     ];
