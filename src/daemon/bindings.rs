@@ -59,8 +59,10 @@ impl Daemon {
         let binding = new_binding(group, slices, BoundBy::Root, wanted.label.clone());
         bindings.bind(binding, wanted.shares, bytes_of).map_err(|error| refused(&error))?;
         let change = match wanted.label.as_str() {
-            "" => format!("{} bound to {path}", names.join(", ")),
-            label => format!("{slices} bound to {label} ({path})", slices = names.join(", ")),
+            "" => format!("{} bound to control group {path}", names.join(", ")),
+            label => {
+                format!("{slices} bound to {label} (control group {path})", slices = names.join(", "))
+            }
         };
         self.change_bindings(bindings, &change)?;
         tell_ended(&ended);
@@ -102,7 +104,8 @@ impl Daemon {
                 }
             }
         };
-        let change = format!("{slice} bound to {label}, for which the host agent's records name {device}");
+        let change =
+            format!("slice {slice} bound to {label}: the host agent's records give {device} to {label}");
         let binding = new_binding(group, vec![slice], BoundBy::Platform, label);
         bindings.bind(binding, false, bytes_of).map_err(|error| refused(&error))?;
         self.change_bindings(bindings, &change)?;
@@ -119,7 +122,7 @@ impl Daemon {
         let path = path_of(group)?;
         let mut bindings = Bindings::clone(self.state_file.lock().bindings());
         match bindings.unbind(&path) {
-            Some(ended) => self.change_bindings(bindings, &said(&ended, "not bound any more")),
+            Some(ended) => self.change_bindings(bindings, &said(&ended, "")),
             None => Err(RequestError::Failed(format!("control group {path} is not bound"))),
         }
     }
@@ -191,13 +194,13 @@ fn new_binding(group: ControlGroup, slices: Vec<SliceId>, by: BoundBy, label: St
 
 fn tell_ended(ended: &[Arc<Binding>]) {
     for one in ended {
-        tracing::debug!("{}", said(one, "not bound any more, since the control group has ended"));
+        tracing::debug!("{}", said(one, ", since the control group has ended"));
     }
 }
 
-fn said(binding: &Binding, what: &str) -> String {
+fn said(binding: &Binding, why: &str) -> String {
     let names: Vec<String> = binding.slices.iter().map(ToString::to_string).collect();
-    format!("{}: {} {what}", binding.name(), names.join(", "))
+    format!("{} not bound to {} any more{why}", names.join(", "), binding.name())
 }
 
 pub(super) fn path_of(group: &GroupOf) -> Result<String, RequestError> {

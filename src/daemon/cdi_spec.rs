@@ -80,8 +80,10 @@ fn beside_this_program() -> Result<PathBuf, Problem> {
     if program.is_file() {
         Ok(program)
     } else {
-        let found =
-            format!("{program} does not exist, and CDI devices need its hook", program = program.display());
+        let found = format!(
+            "{program} does not exist, and CDI devices need this program as a hook",
+            program = program.display()
+        );
         Err(Problem::new(found, "install the package again"))
     }
 }

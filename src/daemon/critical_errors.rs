@@ -51,8 +51,8 @@ impl Daemon {
         }
         for name in names {
             self.event(format!(
-                "GPU {name} takes new clients again: by the reload of the service it counts as a GPU that needs \
-                 no reset"
+                "GPU {name} takes new clients again: after a reload, the service assumes that the GPU does not \
+                 need a reset any more"
             ));
         }
         true

@@ -43,7 +43,8 @@ impl Daemon {
     fn change_links(&mut self, drained: Drained, event: String) -> Result<(), RequestError> {
         let changed = *self.state_file.lock().drained() != drained;
         if changed && let Err(error) = self.state_file.lock().set_drained(drained) {
-            let text = format!("no drain is changed, since the state file can't be written: {error}");
+            let text =
+                format!("no slice is drained or undrained, since the state file can't be written: {error}");
             return Err(RequestError::Failed(text));
         }
         let linked = self.fleet.link();
@@ -52,7 +53,9 @@ impl Daemon {
         }
         self.settle();
         linked.map_err(|stuck| {
-            RequestError::Failed(format!("the change is saved, but new clients can still connect: {stuck}"))
+            RequestError::Failed(format!(
+                "the change of the drain is saved, but new clients can still connect to drained slices: {stuck}"
+            ))
         })
     }
 }
@@ -85,7 +88,7 @@ fn not_served(snapshot: &Snapshot, names: &[DeviceName]) -> Result<(), RequestEr
     let first = snapshot.slices().filter(|(gpu, _)| gpu.healthy).find_map(|(gpu, ordinal)| {
         let slice = gpu.plan.slice(ordinal);
         let why = gpu.unserved.get(&ordinal)?;
-        is_named(slice).then(|| format!("{slice} is not drained any more, but {why}"))
+        is_named(slice).then(|| format!("slice {slice} is not drained any more, but is not served: {why}"))
     });
     first.map_or(Ok(()), |text| Err(RequestError::Failed(text)))
 }

@@ -52,10 +52,10 @@ pub(super) fn say_what_is_new(before: Option<&Plan>, plan: &Plan) {
         let name = gpu.gpu.id();
         if let Some(reason) = gpu.unusable() {
             let about = Subject { gpu: gpu.gpu.uuid(), ..Subject::default() };
-            Message::GpuNotServed.log(about, format_args!("{name} is not served: {reason}"));
+            Message::GpuNotServed.log(about, format_args!("GPU {name} is not served: {reason}"));
         }
         for warning in &gpu.warnings {
-            tracing::warn!("{name}: {}", warning.problem.found);
+            tracing::warn!("GPU {name}: {}", warning.problem.found);
         }
     }
     let known = before.map(|before| before.missing.as_slice()).unwrap_or_default();

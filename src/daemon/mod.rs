@@ -341,11 +341,13 @@ impl Daemon {
         }
         let ending = match systemd::why_stopping().await {
             Stopping::Stop | Stopping::NotUnderSystemd => {
-                tracing::info!("stopping: ending the control daemons, restoring the compute modes");
+                tracing::info!(
+                    "the service stops: it ends its control daemons and restores the compute modes of the GPUs"
+                );
                 Ending::ForGood
             }
             Stopping::Restart => {
-                tracing::info!("restarting: control daemons and their clients keep running");
+                tracing::info!("the service restarts: its control daemons and their clients keep running");
                 Ending::ForRestart
             }
             // If the reason for the stop is unknown, the control daemons go on. An administrator can stop a control daemon

@@ -30,8 +30,8 @@ pub(super) async fn and_tell(daemon: &mut Daemon, reply: Reply<u64>) {
             Ok(Ok(_)) => Ok(snapshot.borrow().generation),
             Ok(Err(_)) => Err(RequestError::Busy("the service is stopping".to_owned())),
             Err(_) => Err(RequestError::Busy(format!(
-                "the new configuration is accepted, but is not in force after {seconds} s; yunion-mpsctl \
-                 status shows when it is",
+                "the service has accepted the new configuration, but has not put it in force within {seconds} \
+                 s; watch the progress with yunion-mpsctl status",
                 seconds = PATIENCE.as_secs()
             ))),
         });
@@ -54,7 +54,7 @@ impl Daemon {
                     tracing::warn!("{stuck}");
                 }
                 self.reloads += 1;
-                self.event("configuration reloaded".to_owned());
+                self.event("the service has reloaded its configuration".to_owned());
             }
             Err(error) => {
                 self.refused = format!("the new configuration was refused: {error}");
@@ -81,7 +81,7 @@ impl Daemon {
         } else {
             Ok(Plan::default())
         };
-        tracing::debug!(step = "granted", "the new configuration is right");
+        tracing::debug!(step = "granted", "the new configuration is valid");
         if !loaded.settings.enabled {
             let doomed = self.fleet.ended_by_disabling();
             self.name_clients("enable_cuda_mps: false", &doomed).await;

@@ -25,7 +25,9 @@ impl ControlInterface {
 
     async fn for_root(&self, bus: &Connection, call: &Header<'_>) -> Result<()> {
         match self.callers.user_behind(bus, call).await? {
-            Some(uid) => Err(RequestError::AccessDenied(format!("only root may do this, not user {uid}"))),
+            Some(uid) => Err(RequestError::AccessDenied(format!(
+                "only root may call io.yunion.Mps1.Control on D-Bus, not user {uid}"
+            ))),
             None => Ok(()),
         }
     }

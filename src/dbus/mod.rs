@@ -108,7 +108,9 @@ impl BusConnection {
     pub async fn publish(&mut self, new: Arc<Snapshot>) {
         let generation = new.generation;
         if let Err(e) = self.mirror(new).await {
-            tracing::debug!("the signal of generation {generation} was not sent to the bus: {e}");
+            tracing::debug!(
+                "the D-Bus signals about generation {generation} of the state were not sent: {e}"
+            );
         }
     }
 
@@ -117,13 +119,13 @@ impl BusConnection {
     pub async fn client_fault(&self, gpu_uuid: &str, pids: &[u32], reason: &str) {
         let (gpu_uuid, reason) = (clean(gpu_uuid), clean(reason));
         if let Err(e) = Manager::client_fault(&self.manager(), &gpu_uuid, pids, &reason).await {
-            tracing::debug!("the signal of a fault on {gpu_uuid} was not sent to the bus: {e}");
+            tracing::debug!("the D-Bus signal about the fatal error of GPU {gpu_uuid} was not sent: {e}");
         }
     }
 
     pub async fn over_use(&self, device: &str, reasons: &[&str], pids: &[u32]) {
         if let Err(e) = Manager::over_use(&self.manager(), &clean(device), reasons, pids).await {
-            tracing::debug!("the signal of the overuse of {device} was not sent to the bus: {e}");
+            tracing::debug!("the D-Bus signal about the overuse of {device} was not sent: {e}");
         }
     }
 

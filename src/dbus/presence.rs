@@ -37,7 +37,7 @@ pub(crate) async fn stay_on_the_bus(
     loop {
         match BusConnection::connect(snapshot.clone(), requests.clone()).await {
             Ok(mut bus) => {
-                tracing::info!("connected to D-Bus as {name}", name = common::bus::NAME);
+                tracing::info!("the service is connected to D-Bus as {name}", name = common::bus::NAME);
                 (pause, said) = (FIRST_BUS_PAUSE, String::new());
                 joined.store(true, Ordering::Relaxed);
                 changed.notify_one();
@@ -68,12 +68,14 @@ pub(crate) async fn stay_on_the_bus(
                     }
                 }
                 joined.store(false, Ordering::Relaxed);
-                tracing::warn!("lost the D-Bus connection; GPUs are still served; reconnecting");
+                tracing::warn!(
+                    "the service lost the D-Bus connection and connects again; GPUs are still served"
+                );
             }
             Err(error) => {
                 let text = error.to_string();
                 if text != said {
-                    tracing::warn!("can't connect to D-Bus: {text}; retrying");
+                    tracing::warn!("the service can't connect to D-Bus: {text}; the service retries");
                     said = text;
                 }
             }

@@ -105,7 +105,8 @@ impl Drop for Thawed {
     fn drop(&mut self) {
         if let Err(error) = self.kind.set(&self.group, true) {
             tracing::debug!(
-                "the service can't freeze control group {group} again: {error}",
+                "control group {group}, which the service has thawed to end GPU work, can't be frozen again: \
+                 {error}",
                 group = self.group.display()
             );
         }

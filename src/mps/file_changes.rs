@@ -60,12 +60,12 @@ impl FileChanges {
 
     fn warn_of_shortage(shared: &mut Shared, error: &io::Error) {
         let Some(errno) = Errno::from_io_error(error).filter(|errno| is_shortage(*errno)) else {
-            tracing::debug!("a file can't be watched: {error}");
+            tracing::debug!("the log of a control daemon can't be watched by inotify: {error}");
             return;
         };
         if shared.told.replace(errno) != Some(errno) {
             tracing::warn!(
-                "{shortage}; until then, the service checks the logs once a second",
+                "{shortage}; until then, the service reads the logs of control daemons once a second",
                 shortage = shortage(errno, no_files())
             );
         }

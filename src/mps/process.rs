@@ -88,8 +88,14 @@ impl Process {
 pub(crate) fn continue_if_stopped(pid: u32) -> Option<String> {
     let process = Process::open(pid).ok().flatten().filter(|_| is_stopped(pid))?;
     Some(match process.signal(Signal::CONT) {
-        Ok(()) => format!("PID {pid} was stopped by a signal; the service has continued the process"),
-        Err(error) => format!("PID {pid} was stopped by a signal, and can't be continued: {error}"),
+        Ok(()) => format!(
+            "the control daemon or server with PID {pid} was stopped by a signal; the service has continued \
+             the process"
+        ),
+        Err(error) => format!(
+            "the control daemon or server with PID {pid} was stopped by a signal, and can't be continued: \
+             {error}"
+        ),
     })
 }
 
@@ -105,7 +111,7 @@ pub(crate) async fn ended(pid: u32) {
             }
             Ok(None) => return,
             Err(error) => {
-                tracing::debug!("PID {pid} can't be watched: {error}");
+                tracing::debug!("the end of process {pid} can't be watched: {error}");
                 tokio::time::sleep(HOLD_AGAIN).await;
             }
         }

@@ -64,8 +64,9 @@ impl WaitingSocket {
         found.ok_or_else(|| BadDirectory {
             path: self.directory.join(WAITING),
             problem: Problem::new(
-                "another program removed this socket, at which new programs wait for a control daemon",
-                "keep other programs from removing files of this service",
+                "another program removed this socket, at which new programs wait for a control daemon; the \
+                 service makes the socket again",
+                "stop the program that removes files in this directory",
             ),
         })
     }

@@ -69,8 +69,8 @@ fn have_waited(pids: &[u32]) -> Option<String> {
         ),
     };
     Some(format!(
-        "{who}, while no control daemon took clients; start each such program again, since it gets CUDA \
-         error 46 in compute mode EXCLUSIVE_PROCESS and runs without MPS in any other mode"
+        "{who} for a control daemon, but no control daemon took clients; start each such program again: it \
+         gets CUDA error 46 in compute mode EXCLUSIVE_PROCESS and runs without MPS in any other mode"
     ))
 }
 
@@ -89,10 +89,12 @@ mod tests {
     #[test]
     fn programs_that_have_waited_are_named_as_far_as_a_line_holds_them() {
         assert_eq!(have_waited(&[]), None);
-        assert!(have_waited(&[7]).unwrap().starts_with("a program (PID 7) waited, while"));
+        assert!(have_waited(&[7]).unwrap().starts_with("a program (PID 7) waited for a control daemon, but"));
         let many = have_waited(&(1..=10).collect::<Vec<u32>>()).unwrap();
         assert!(
-            many.starts_with("10 programs (PIDs 1, 2, 3, 4, 5, 6, 7, 8 and 2 more) waited, while"),
+            many.starts_with(
+                "10 programs (PIDs 1, 2, 3, 4, 5, 6, 7, 8 and 2 more) waited for a control daemon"
+            ),
             "{many}"
         );
     }

@@ -375,7 +375,7 @@ impl Shell for RunShell<'_> {
             Some(Ok(())) => tracing::debug!("{} was rotated", log.path().display()),
             Some(Err(error)) => {
                 let text = format!(
-                    "{path} was rotated, but the old log is not kept: {error}",
+                    "{path} was emptied, but its lines could not be copied to {path}.1: {error}",
                     path = log.path().display()
                 );
                 self.worker.reporter.warning(text);

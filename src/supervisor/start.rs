@@ -36,7 +36,7 @@ impl Machine {
             Err(error) => {
                 let pid = running.process.pid;
                 return Err(Failure::Failed(format!(
-                    "control daemon (PID {pid}) can't be taken over: {error}"
+                    "the service can't take over the running control daemon (PID {pid}): {error}"
                 )));
             }
         };
@@ -199,7 +199,7 @@ impl Worker {
             self.tools.state_file.lock().remember_control_daemon(self.reporter.id(), running.clone());
         written.map_err(|error| {
             Failure::Failed(format!(
-                "a new control daemon can't be saved in the state file, so the service starts none: {error}"
+                "the control daemon is not started, since its PID can't be saved in the state file: {error}"
             ))
         })
     }
@@ -274,13 +274,13 @@ impl Worker {
                 Ok(scope) => tracing::debug!(step = "scope", "PID {pid} is in {scope}"),
                 Err(error) => {
                     self.reporter.warning(format!(
-                        "systemd can't move control daemon {id} to a scope, so it stays in the control group \
-                         of this service: {error}"
+                        "systemd can't move control daemon {id} to a scope, so the control daemon stays in the \
+                         control group of this service: {error}"
                     ));
                     systemd::lift_limits().await.map_err(|error| {
                         Failure::Failed(format!(
                             "control daemon {id} is not started, since MemoryMax= of this service could end \
-                             it: {error}"
+                             the control daemon: {error}"
                         ))
                     })?;
                 }

@@ -60,8 +60,8 @@ impl StateFile {
         let whole = stamp(&file);
         let contents = read(&file).unwrap_or_else(|what| {
             tracing::warn!(
-                "{file}: {what}, so the service takes running control daemons for those of another program, \
-                 restores no compute mode, and takes no slice as drained",
+                "{file}: {what}, so the service treats its running control daemons as foreign, restores no \
+                 compute mode, and treats no slice as drained; drain slices again with yunion-mpsctl drain",
                 file = file.display()
             );
             None

@@ -341,7 +341,7 @@ impl GpuWatch {
                 enforcer.enforce(&mut shell, || over.borrow().clone(), identity::runs).await;
             if let Some(reason) = broken_off {
                 tracing::debug!(
-                    "the service now stops ending GPU work of slices over their budgets: {reason}"
+                    "the service ends no more GPU work of slices that are over their budgets: {reason}"
                 );
             }
             (enforcer, victims)

@@ -57,7 +57,7 @@ for round in 1 2 3; do
     kill -TERM "$victim"
     wait "$victim"
     echo "  the victim: status $?, after $((($(date +%s%N) - began) / 1000000)) ms: $(tail -n 1 "$dir/victim$round.log")"
-    result "round $round: the victim's GPU work was ended first" "$(grep -c 'not ended before the signal' "$dir/victim$round.log")" 0
+    result "round $round: the victim's GPU work was ended first" "$(grep -c 'gets the signal while its GPU work may go on' "$dir/victim$round.log")" 0
     wait "$neighbour"
     result "round $round: the neighbour's status" $? 0
     result "round $round: the neighbour's kernel ended by itself" "$(grep -c ' ok$' "$dir/neighbour$round.log")" 1

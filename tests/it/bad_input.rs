@@ -709,7 +709,10 @@ fn a_gpu_that_nvml_cannot_name() {
 
 #[test]
 fn a_gpu_that_refuses_its_compute_mode() {
-    one_out_of_eight(&[("gpus/3/no-permission", "")], "the GPU is served once its compute mode can be set: ");
+    one_out_of_eight(
+        &[("gpus/3/no-permission", "")],
+        "the GPU is not served until its compute mode is set: ",
+    );
 }
 
 #[test]

@@ -164,9 +164,9 @@ fn overuse_of_memory_is_told_with_the_names_of_the_clients() {
     assert_eq!(device_of(&host, NEIGHBOUR)["overuse"], "");
     assert_eq!(device_of(&host, NEIGHBOUR)["reason"], "");
     let status = host.wait_for_state("ready");
-    assert_eq!(status["gpus"][0]["reason"], format!("over budget: {SLICE}"));
+    assert_eq!(status["gpus"][0]["reason"], format!("slices over their budgets: {SLICE}"));
     let shown = text(&host.mpsctl(&["status"]));
-    assert!(shown.contains(&format!("over budget: {SLICE}")), "{shown}");
+    assert!(shown.contains(&format!("slices over their budgets: {SLICE}")), "{shown}");
     let shown = text(&host.mpsctl(&["doctor"]));
     assert!(shown.contains("slice-over-budget") || shown.contains("(3 clients, 36522 MiB)"), "{shown}");
     let shown = text(&host.mpsctl(&["metrics"]));

@@ -755,7 +755,7 @@ async fn overuse_is_told_and_use_is_not() {
     let properties = "org.freedesktop.DBus.Properties";
     let reason = "over its budget: the slice has more than 2 clients";
     let of_slice = json!({"Overuse": ["s", "the slice has more than 2 clients"], "Reason": ["s", reason]});
-    let of_gpu = json!({"Reason": ["s", "over budget: 00:06.0-0"]});
+    let of_gpu = json!({"Reason": ["s", "slices over their budgets: 00:06.0-0"]});
     let expected = [
         json!([GPU, properties, "PropertiesChanged", [format!("{NAME}.Gpu"), of_gpu, []]]),
         json!([path, properties, "PropertiesChanged", [format!("{NAME}.Device"), of_slice, []]]),
@@ -951,7 +951,11 @@ async fn control_is_roots_whatever_the_policy_says() {
         gdbus.args(["call", "--system", "--dest", NAME, "--object-path", MANAGER, "--method"]);
         let complaint =
             complained(gdbus.arg(format!("io.yunion.Mps1.Control.{method}")).args(arguments)).await;
-        assert!(complaint.contains("AccessDenied: only root may do this, not user 1"), "{complaint}");
+        assert!(
+            complaint
+                .contains("AccessDenied: only root may call io.yunion.Mps1.Control on D-Bus, not user 1"),
+            "{complaint}"
+        );
     }
     assert!(service.requests.try_recv().is_err(), "a call has reached the daemon");
 }

@@ -466,12 +466,12 @@ fn no_room_for_the_state_file(topology: Topology) {
     for control_daemon in control_daemons(&host) {
         signal_pid(control_daemon, Signal::KILL);
     }
-    host.wait_until_it_fails("can't be saved in the state file, so the service starts none");
+    host.wait_until_it_fails("is not started, since its PID can't be saved in the state file");
     assert_eq!(host.list().len(), 4);
     assert_eq!(control_daemons(&host), [0; 0]);
     wait_for("no process that waits", || launchers(&host).is_empty().then_some(()));
     restart(&mut host);
-    host.wait_until_it_fails("can't be saved in the state file, so the service starts none");
+    host.wait_until_it_fails("is not started, since its PID can't be saved in the state file");
     assert_eq!(control_daemons(&host), [0; 0]);
     mount.make_room();
     recovered(&host, 4);
@@ -556,7 +556,10 @@ fn what_others_break_is_repaired(topology: Topology) {
     // The service can't make the control daemon write to a new log file. It reports the removal once.
     let _ = fs::remove_file(host.control_log());
     host.reload();
-    waits_for_log(&host, "was removed; the control daemon still writes to the removed file");
+    waits_for_log(
+        &host,
+        "another program removed this log, so the control daemon writes to the removed file",
+    );
     drop(bystander);
     assert_eq!(host.stop().code(), Some(0));
     assert_eq!(host.compute_mode(0), "Default");
@@ -1061,7 +1064,10 @@ fn a_rotated_log_empties_no_other_file(topology: Topology) {
         fs::remove_file(&log).unwrap();
         std::os::unix::fs::symlink(&elsewhere, &log).unwrap();
         wait_for("the whole copy", || (kept.metadata().unwrap().len() >= burst.len() as u64).then_some(()));
-        waits_for_log_with_reloads(&host, "was removed; the control daemon still writes to the removed file");
+        waits_for_log_with_reloads(
+            &host,
+            "another program removed this log, so the control daemon writes to the removed file",
+        );
         assert_eq!(fs::read_to_string(&elsewhere).unwrap(), "not a log\n");
         assert_eq!(host.stop().code(), Some(0));
     }

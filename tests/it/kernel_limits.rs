@@ -137,7 +137,10 @@ fn memory_from_before_the_limit_is_no_limit() {
     succeeded(&bind(&host, OWN, &group, &[]));
     let why =
         wait_for("the reason", || device(&host, OWN)["kernel_limit_refused"].as_str().map(str::to_owned));
-    assert!(why.contains("memory that a program had before the limit counts only after"), "{why}");
+    assert!(
+        why.contains("memory that a program had before the limit was set is counted only after"),
+        "{why}"
+    );
     assert_eq!(device(&host, OWN)["memory_enforced_by"], "watch");
     first.end();
     host.clear("gpus/0/memory_uncounted_mib");

@@ -160,7 +160,8 @@ fn devices_outlast_a_restart_of_the_service() {
     host.signal(Signal::KILL);
     host.ended();
     plugin.wait_until_it_says(
-        "the device plugin still offers the slices of the last answer: yunion-mps-daemon is not running",
+        "the device plugin still offers the slices of the service's last answer: yunion-mps-daemon is not \
+         running",
     );
     // If a container is created while the service does not run, the plugin answers after the service has started.
     let wish = json!({"call": "allocate", "resource": QUARTER, "containers": [["00:06.0-3"]]});

@@ -183,7 +183,10 @@ fn without_a_driver_there_is_a_message() {
     let output = host.mpsctl(&["probe"]);
     let said = text(&output);
     assert_eq!(output.status.code(), Some(1), "{said}");
-    assert!(said.contains("NOT PROBED: a CUDA process: libcuda.so.1 can't be loaded"), "{said}");
+    assert!(
+        said.contains("NOT PROBED: the CUDA process of the probe: libcuda.so.1 can't be loaded"),
+        "{said}"
+    );
     // This file has the name of CUDA's library but is no library.
     host.plant("lib/libcuda.so.1", "no library");
     assert!(text(&host.mpsctl(&["probe"])).contains("libcuda.so.1 can't be loaded"));

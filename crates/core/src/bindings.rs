@@ -98,12 +98,13 @@ impl fmt::Display for NotBound {
         match self {
             Self::Taken { slice, by } => write!(f, "{slice} is taken by {by}"),
             Self::TooMany => {
-                write!(f, "this host has {MOST} bindings already; yunion-mpsctl unbind ends a binding")
+                write!(f, "this host has {MOST} bindings already; end a binding with yunion-mpsctl unbind")
             }
             Self::TooLarge => {
                 write!(
                     f,
-                    "the binding would have more than {LARGEST} bytes; give fewer slices or a shorter label"
+                    "the binding would need more than {LARGEST} bytes of the state file; give fewer slices or \
+                     a shorter label"
                 )
             }
         }

@@ -265,7 +265,7 @@ fn bindings_are_bounded() {
     let refused = bindings.bind(binding(5000), false, |_| 1).unwrap_err();
     assert_eq!(
         refused.to_string(),
-        "this host has 4096 bindings already; yunion-mpsctl unbind ends a binding"
+        "this host has 4096 bindings already; end a binding with yunion-mpsctl unbind"
     );
     bindings.bind(binding(17), false, |_| 1).unwrap();
     let refused = bindings

@@ -87,8 +87,12 @@ where
         let codec = Protobuf::<Q, A>::default();
         grpc.unary(Request::new(question), PathAndQuery::from_static(path), codec).await
     };
-    let silent =
-        |_| Status::deadline_exceeded(format!("no answer in {seconds} s", seconds = DEADLINE.as_secs()));
+    let silent = |_| {
+        Status::deadline_exceeded(format!(
+            "the kubelet did not answer within {seconds} s",
+            seconds = DEADLINE.as_secs()
+        ))
+    };
     let answer = timeout(DEADLINE, asked).await.map_err(silent).and_then(|answer| answer);
     answer
         .map(tonic::Response::into_inner)

@@ -78,7 +78,10 @@ fn unusable(slice: &NodeSlice, unwatched: bool) -> Option<String> {
 pub(crate) fn refusal(slice: &NodeSlice) -> Option<String> {
     if !slice.healthy {
         let reason = &slice.reason;
-        Some(if reason.is_empty() { "not healthy; see yunion-mpsctl status" } else { reason }.to_owned())
+        Some(
+            if reason.is_empty() { "the slice is not served; see yunion-mpsctl status" } else { reason }
+                .to_owned(),
+        )
     } else if slice.has_stranger() {
         Some(format!("taken by {} outside Kubernetes; see yunion-mpsctl list -o wide", slice.bound_to))
     } else {
@@ -184,7 +187,7 @@ mod tests {
         assert!(offers(&mut remembered, &unknown, &naming(), false).is_empty(), "never known");
         offers(&mut remembered, &[slice("06-0", 20480, 25)], &naming(), false);
         let lost = offers(&mut remembered, &unknown, &naming(), false);
-        assert_eq!(only(&lost), Some("not healthy; see yunion-mpsctl status".to_owned()));
+        assert_eq!(only(&lost), Some("the slice is not served; see yunion-mpsctl status".to_owned()));
         assert!(offers(&mut remembered, &[], &naming(), false).is_empty());
         assert!(offers(&mut remembered, &unknown, &naming(), false).is_empty(), "forgotten");
     }

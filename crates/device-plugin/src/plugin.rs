@@ -176,15 +176,17 @@ impl Plugin {
             if let Some(resource) = self.resources.remove(&name) {
                 // Without the empty list, the kubelet would still count the devices of a resource that is no longer served.
                 resource.offer(Vec::new());
-                tracing::info!("{name}: no slice has this size any more");
+                tracing::info!(
+                    "{name}: the device plugin removes this resource, since no slice has its size any more"
+                );
             }
         }
         self.resources.retain(|name, resource| {
             let is_there = resource.is_there();
             if !is_there {
                 tracing::info!(
-                    "{name}: the socket was removed, as a kubelet does when it starts; the device plugin \
-                     makes the socket again"
+                    "{name}: the socket was removed, usually by a kubelet that starts; the device plugin \
+                     makes the socket again, so nothing has to be done"
                 );
             }
             is_there
@@ -222,7 +224,9 @@ impl Plugin {
     fn register(&mut self, kubelet: Option<SocketFile>) -> usize {
         let Some(kubelet) = kubelet else {
             let directory = self.directory.display();
-            let complaint = format!("{directory}: no kubelet.sock; waiting for the kubelet");
+            let complaint = format!(
+                "{directory}: the socket kubelet.sock does not exist; waiting for the kubelet to start"
+            );
             self.say("kubelet", Some(complaint));
             return 0;
         };
@@ -277,7 +281,9 @@ impl Plugin {
             }
             Err(error) => {
                 resource.registration = Registration::Failed(kubelet, Instant::now());
-                Some(format!("{name} is not registered with the kubelet: {error}; trying again"))
+                Some(format!(
+                    "{name} is not registered with the kubelet: {error}; the device plugin tries again"
+                ))
             }
         };
         self.say("kubelet", complaint);
@@ -294,9 +300,10 @@ impl Plugin {
                 self.written = text;
                 None
             }
-            Err(error) => {
-                Some(format!("{file}: {error}; the metrics in this file are old", file = file.display()))
-            }
+            Err(error) => Some(format!(
+                "{file}: the new metrics can't be written, so the file has old metrics: {error}",
+                file = file.display()
+            )),
         };
         self.say("metrics", complaint);
     }

@@ -93,7 +93,7 @@ impl Resource {
         if bytes > LONGEST_PATH {
             let complaint = format!(
                 "the path of the socket has {bytes} bytes, at most {LONGEST_PATH} are possible; choose a \
-                 shorter name"
+                 shorter name for the resource (--resource NAME=SIZE)"
             );
             return Err(io::Error::other(complaint));
         }
@@ -199,7 +199,7 @@ async fn answer(
             });
             Grpc::new(Protobuf::default()).unary(allocate, request).await
         }
-        path => Status::unimplemented(format!("{path} is no call of this program")).into_http(),
+        path => Status::unimplemented(format!("the device plugin does not know the call {path}")).into_http(),
     }
 }
 

@@ -47,7 +47,7 @@ impl ServiceView {
     /// answers.
     pub(crate) fn complaint(&self) -> Option<String> {
         let consequence = match self.slices {
-            Some(_) => "the device plugin still offers the slices of the last answer",
+            Some(_) => "the device plugin still offers the slices of the service's last answer",
             None => "the device plugin knows no slice yet",
         };
         (!self.why.is_empty()).then(|| format!("{consequence}: {}", self.why))

@@ -58,7 +58,10 @@ pub(crate) async fn until_served<T>(
         match ask().await {
             Err(error) if worth_waiting(&error) && Instant::now() < deadline => {
                 if !std::mem::replace(&mut is_told, true) {
-                    say(&format!("waiting up to {seconds} s, since {error}", seconds = PATIENCE.as_secs()));
+                    say(&format!(
+                        "waiting up to {seconds} s for the service to serve the slice: {error}",
+                        seconds = PATIENCE.as_secs()
+                    ));
                 }
                 sleep(PAUSE).await;
             }

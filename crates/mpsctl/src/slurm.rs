@@ -35,7 +35,10 @@ pub(super) async fn slurm(daemon: &DaemonProxy, out: &mut dyn Write) -> Result<(
     let devices = daemon.devices().await?;
     if service.state != State::Ready {
         let state = describe_state(&service);
-        say(&format!("warning: write the lines again when every GPU is served: {state}"));
+        say(&format!(
+            "warning: some GPUs may be missing in these lines; write the lines again when every GPU is \
+             served: {state}"
+        ));
     }
     write!(out, "{}", gres_conf(&devices)?)?;
     Ok(())
@@ -146,11 +149,19 @@ fn named(numbers: &str, lines: &str) -> Result<Vec<String>, Problem> {
     let name = |number: &str| {
         let line = number.trim().parse().ok().and_then(|place: usize| lines.get(place));
         let line = line.ok_or_else(|| {
-            format!("Slurm has given GPU {number:?}, but {FILE} has {count} lines", count = lines.len())
+            format!(
+                "Slurm has given GPU number {number:?}, but {FILE} has only {count} lines; write the file \
+                 again as root: yunion-mpsctl slurm >{FILE}",
+                count = lines.len()
+            )
         })?;
         let name = line.rsplit_once('#').map(|(_, name)| name.trim()).filter(|name| !name.is_empty());
         name.map(str::to_owned).ok_or_else(|| {
-            format!("{FILE}: the line {line:?} does not end with # and the name of a slice").into()
+            format!(
+                "{FILE}: the line {line:?} does not end with # and the name of a slice; write the file again \
+                 as root: yunion-mpsctl slurm >{FILE}"
+            )
+            .into()
         })
     };
     numbers.split(',').map(name).collect()
@@ -218,14 +229,31 @@ mod tests {
         let lines = "# a comment\n\n Name=gpu # 00:06.0-0\nName=gpu\nName=gpu #\n";
         assert_eq!(named("0", lines).unwrap(), ["00:06.0-0"]);
         for (number, complaint) in [
-            ("1", "/etc/yunion/gres.conf: the line \"Name=gpu\" does not end with # and the name of a slice"),
+            (
+                "1",
+                "/etc/yunion/gres.conf: the line \"Name=gpu\" does not end with # and the name of a slice; \
+                 write the file again as root: yunion-mpsctl slurm >/etc/yunion/gres.conf",
+            ),
             (
                 "2",
-                "/etc/yunion/gres.conf: the line \"Name=gpu #\" does not end with # and the name of a slice",
+                "/etc/yunion/gres.conf: the line \"Name=gpu #\" does not end with # and the name of a slice; \
+                 write the file again as root: yunion-mpsctl slurm >/etc/yunion/gres.conf",
             ),
-            ("3", "Slurm has given GPU \"3\", but /etc/yunion/gres.conf has 3 lines"),
-            ("0,-1", "Slurm has given GPU \"-1\", but /etc/yunion/gres.conf has 3 lines"),
-            ("x", "Slurm has given GPU \"x\", but /etc/yunion/gres.conf has 3 lines"),
+            (
+                "3",
+                "Slurm has given GPU number \"3\", but /etc/yunion/gres.conf has only 3 lines; write the \
+                 file again as root: yunion-mpsctl slurm >/etc/yunion/gres.conf",
+            ),
+            (
+                "0,-1",
+                "Slurm has given GPU number \"-1\", but /etc/yunion/gres.conf has only 3 lines; write the \
+                 file again as root: yunion-mpsctl slurm >/etc/yunion/gres.conf",
+            ),
+            (
+                "x",
+                "Slurm has given GPU number \"x\", but /etc/yunion/gres.conf has only 3 lines; write the \
+                 file again as root: yunion-mpsctl slurm >/etc/yunion/gres.conf",
+            ),
         ] {
             assert_eq!(named(number, lines).unwrap_err(), complaint.into());
         }

@@ -86,7 +86,10 @@ impl Follower {
     /// The reason why log lines get lost: the file was removed, or its file system is full.
     pub(crate) fn trouble(&self) -> Option<&'static str> {
         if !self.is_in_place() {
-            return Some("was removed; the control daemon still writes to the removed file");
+            return Some(
+                "another program removed this log, so the control daemon writes to the removed file until its \
+                 next restart",
+            );
         }
         // A ramfs reports 0 blocks for its size, and is never full.
         let is_full = |system: rustix::fs::StatVfs| system.f_blocks > 0 && system.f_bfree == 0;

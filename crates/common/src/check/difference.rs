@@ -64,7 +64,7 @@ impl fmt::Display for Effect {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let describe = |clients: &Option<usize>| match clients {
             Some(count) => counted(*count, "client"),
-            None => "clients that can't be counted now".to_owned(),
+            None => "an unknown number of clients".to_owned(),
         };
         match self {
             Self::Live => f.write_str("at once, for new clients"),

@@ -61,7 +61,7 @@ fn items<'t>(
         } else if ours != "devices" {
             findings.unknown_keys.push((origin, yaml::printable(&name)));
         } else if let Some((earlier, _)) = devices.replace((origin.clone(), value)) {
-            let found = format!("the key is already at {earlier}; the last list counts");
+            let found = format!("the key is also at {earlier}; the service reads only the last list");
             findings.warnings.push(LocatedProblem::new(origin, name, found, "put all entries into one list"));
         }
     }
@@ -91,7 +91,7 @@ fn items<'t>(
 fn outside(origin: Origin, key: &str) -> LocatedProblem {
     let remedy = match key {
         "path" => "begin an entry with the path: `- path: ...` below `devices:`",
-        _ => "indent this key like path",
+        _ => "indent this key as far as the key path of the entry",
     };
     LocatedProblem::new(origin, key, "the key stands outside of the list `devices`", remedy)
 }

@@ -256,7 +256,11 @@ impl Draft {
                 log_directory.display(),
                 private.display()
             );
-            self.problems.extend(self.problem_at([LOG_KEY, PIPE_KEY], found, "choose another directory"));
+            self.problems.extend(self.problem_at(
+                [LOG_KEY, PIPE_KEY],
+                found,
+                "choose a log directory elsewhere",
+            ));
         }
         let (below, socket) = match topology {
             Topology::Shared => ("/".len(), "the control daemon's socket in this directory"),

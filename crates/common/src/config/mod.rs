@@ -404,8 +404,9 @@ impl Loaded {
     pub fn silent_end(&self) -> Option<LocatedProblem> {
         (!self.settings.enabled && !self.settings.says_enabled).then(|| {
             let file = self.settings.sources.first().map_or(Path::new(MAIN_FILE), PathBuf::as_path);
-            let remedy =
-                format!("write {ENABLE_KEY}: true to go on, or {ENABLE_KEY}: false to end all GPU work");
+            let remedy = format!(
+                "write {ENABLE_KEY}: true to keep the GPUs served, or {ENABLE_KEY}: false to end all GPU work"
+            );
             let found = "the key is no longer set, although GPUs are served";
             LocatedProblem::new(Origin::whole(file), ENABLE_KEY, found, remedy)
         })
@@ -437,7 +438,10 @@ fn read_main_file(sources: &Sources, draft: &mut Draft) {
         Some(file) => {
             (file.as_path(), &mut draft.problems, "create the file or correct the path on the command line")
         }
-        None => (Path::new(MAIN_FILE), &mut draft.warnings, "without this file every key has its default"),
+        None => {
+            let remedy = "every key has its default; yunion-mpsctl setup writes the file";
+            (Path::new(MAIN_FILE), &mut draft.warnings, remedy)
+        }
     };
     list.push(LocatedProblem::new(Origin::whole(file), "", "no such file", remedy));
 }
@@ -631,7 +635,8 @@ mod tests {
         assert_eq!(loaded.settings, Settings { absent, ..Settings::default() });
         assert_eq!(
             texts(&loaded.warnings),
-            ["/etc/yunion/host.conf: no such file; without this file every key has its default"]
+            ["/etc/yunion/host.conf: no such file; every key has its default; yunion-mpsctl setup writes \
+                 the file"]
         );
     }
 

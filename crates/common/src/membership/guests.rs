@@ -153,19 +153,20 @@ impl fmt::Display for BadRecord {
             Self::NotTheAgents => {
                 write!(
                     f,
-                    "other users than root can write this path, or it is no file or directory, so the \
-                     service ignores it"
+                    "users other than root can write to this path, or the path is neither a file nor a \
+                     directory, so the service ignores the path"
                 )
             }
             Self::TooLarge => {
-                write!(f, "larger than {LARGEST} bytes, so the service does not read this file")
+                write!(f, "the file is larger than {LARGEST} bytes, so the service does not read the file")
             }
             Self::NoRoom => write!(
                 f,
-                "all files together are larger than {ALL} bytes, so the service does not read this file"
+                "all records of the host agent together are larger than {ALL} bytes, so the service does \
+                 not read this file"
             ),
             Self::NotUnderstood { line, column } => {
-                write!(f, "not understood at line {line}, column {column}")
+                write!(f, "the service can't parse the file at line {line}, column {column}")
             }
         }
     }
@@ -501,8 +502,8 @@ mod tests {
         assert_eq!(records.record_of(ID), None);
         assert_eq!(records.room.load(Ordering::Relaxed), 0);
         let told = records_without_effect(servers.0.path());
-        let words =
-            "all files together are larger than 16777216 bytes, so the service does not read this file";
+        let words = "all records of the host agent together are larger than 16777216 bytes, so the service \
+                     does not read this file";
         assert!(told.len() == 2 && told.iter().all(|(_, why)| why == words), "{told:?}");
         // A file that is too large does not count towards the limit for all files together, so the good file is still read.
         servers.one("good", &id('b'), &[("00:06.0-1", None)]);
@@ -544,7 +545,7 @@ mod tests {
             let error = read.unwrap_err();
             let words = format!("{error} {error:?}");
             assert!(
-                words.contains("not understood at line 1, column") && !words.contains("secret"),
+                words.contains("can't parse the file at line 1, column") && !words.contains("secret"),
                 "{words}"
             );
         }

@@ -118,7 +118,7 @@ fn with_facts<'a>(
             let found = format!("{path} may be the GPU at {address}, which does not answer: {reason}");
             let problem = Problem::new(
                 found,
-                "look for NVRM lines in dmesg; the service serves the GPU when it answers",
+                "look for NVRM lines in dmesg; the service serves the GPU when the GPU answers again",
             );
             Err(Miss::Absent { problem, certain: false })
         }

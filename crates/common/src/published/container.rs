@@ -113,8 +113,8 @@ const OFFERED: usize = 3;
 
 pub fn not_ready(snapshot: &Snapshot) -> RequestError {
     RequestError::NotReady(match snapshot.reason.as_str() {
-        "" => "the GPUs are not known yet; ask again in a moment".to_owned(),
-        reason => format!("the GPUs are not known: {reason}"),
+        "" => "the service does not know the GPUs of this host yet; ask again in a moment".to_owned(),
+        reason => format!("the service does not know the GPUs of this host: {reason}"),
     })
 }
 
@@ -533,7 +533,9 @@ mod tests {
         assert_eq!(container_config(&two_gpus(), &[]), Err(none_named()));
         assert_eq!(
             container_config(&snapshot(None), &["00:06.0-1"]),
-            Err(RequestError::NotReady("the GPUs are not known yet; ask again in a moment".to_owned()))
+            Err(RequestError::NotReady(
+                "the service does not know the GPUs of this host yet; ask again in a moment".to_owned()
+            ))
         );
         assert_eq!(
             container_config(&two_gpus(), &["00:06.0-1", "00:06.0-4"]),

@@ -212,7 +212,7 @@ impl GpuView {
         let more = over.len().saturating_sub(NAMED);
         over.truncate(NAMED);
         let more = if more > 0 { format!(" and {more} more") } else { String::new() };
-        (!over.is_empty()).then(|| format!("over budget: {}{more}", over.join(", ")))
+        (!over.is_empty()).then(|| format!("slices over their budgets: {}{more}", over.join(", ")))
     }
 
     /// Empty if NVML does not report the UUID.
@@ -297,7 +297,7 @@ mod tests {
         assert!(view.slice_healthy(1) && view.healthy);
         assert_eq!(view.slice_reason(0), "");
         assert_eq!(view.slice_reason(1), "over its budget: the slice has more than 2 clients");
-        assert_eq!(view.gpu_reason(), "over budget: 00:06.0-1");
+        assert_eq!(view.gpu_reason(), "slices over their budgets: 00:06.0-1");
         view.drained.insert(1);
         assert!(view.slice_reason(1).starts_with("drained for new clients;"), "{}", view.slice_reason(1));
         assert!(view.slice_reason(1).ends_with("; over its budget: the slice has more than 2 clients"));

@@ -36,10 +36,13 @@ impl<S: Shell> Serving<'_, S> {
                 let holders = self.shell.holders(&self.run.servers.alive()).await;
                 if holders.is_empty() { Judged::Idle } else { Judged::KeptOut(holders) }
             }
-            Ok(clients) => {
-                Judged::Clients(format!("left running for its {clients}", clients = clients_counted(clients)))
-            }
-            Err(error) => Judged::Clients(format!("left running, since its clients are not known: {error}")),
+            Ok(clients) => Judged::Clients(format!(
+                "the control daemon keeps running for its {clients}",
+                clients = clients_counted(clients)
+            )),
+            Err(error) => Judged::Clients(format!(
+                "the control daemon keeps running, since its clients are not known: {error}"
+            )),
         }
     }
 

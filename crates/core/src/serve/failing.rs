@@ -36,7 +36,8 @@ impl Failing {
         match judged {
             Judged::Ended(_) | Judged::Idle => {}
             Judged::KeptOut(holders) => {
-                let held = "no server can start before these programs without MPS have ended";
+                let held = "end these programs, since no MPS server can start while they use the GPU without \
+                            MPS";
                 self.reason = format!("{held}: {holders}; {}", self.reason);
             }
             Judged::Clients(left) => {

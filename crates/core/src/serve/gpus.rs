@@ -64,9 +64,9 @@ impl LeftOut {
         match self {
             Self::Unreachable(error) => error.clone(),
             Self::ModeRefused(error) => format!(
-                "the GPU is served once its compute mode can be set: {error}; with \
-                 cuda_mps_set_compute_mode: false the GPU is served in its present compute mode, and \
-                 programs can use it without MPS and without limits"
+                "the GPU is not served until its compute mode is set: {error}; to serve the GPU in its \
+                 present compute mode, set cuda_mps_set_compute_mode: false (programs can then use the GPU \
+                 without MPS and without limits)"
             ),
             Self::InOtherHands(id) => format!("control daemon {id} still has the GPU"),
         }

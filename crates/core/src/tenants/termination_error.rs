@@ -128,19 +128,23 @@ impl<O: fmt::Display> fmt::Display for TerminationError<O> {
                 write!(
                     f,
                     "process {pid} is not an MPS client on this host; yunion-mpsctl clients lists the \
-                     clients; end a program that is listed with BYPASS (without MPS) by kill"
+                     clients; a program with BYPASS in this list runs without MPS: end the program with kill"
                 )
             }
             Self::NotTheirs { pid, user } => {
-                write!(f, "process {pid} is not an MPS client on this host that user {user} has started")
+                write!(
+                    f,
+                    "no MPS client of user {user} on this host has PID {pid}; yunion-mpsctl clients lists the \
+                     clients"
+                )
             }
             Self::Unreadable { pid, why } => write!(f, "process {pid} can't be read in /proc: {why}"),
             Self::Unplaced(clients) => write!(
                 f,
-                "no process with these slices uses a GPU any more, but these clients may have one of the \
-                 slices, and their GPU work goes on: {clients}; no mounted directory and no environment \
-                 variable names their slice (for a bound slice the environment does not count); terminate \
-                 these clients by PID or container before sending a signal",
+                "no process that is known to have these slices uses a GPU, but these clients may have one of \
+                 the slices, and their GPU work goes on: {clients}; neither a mounted directory nor an \
+                 environment variable names their slice (for a bound slice the environment does not count); \
+                 first terminate these clients by PID or container, then send the signal",
                 clients = first_named(clients.iter().cloned())
             ),
             Self::Silent { why, left } if left.is_empty() => f.write_str(why),
@@ -155,8 +159,8 @@ impl<O: fmt::Display> fmt::Display for TerminationError<O> {
                 let seconds = after.as_secs();
                 write!(
                     f,
-                    "after {seconds} s the service still does not know the clients, so their GPU work may go \
-                     on"
+                    "after {seconds} s the service still has no list of the MPS clients, so their GPU work may \
+                     go on"
                 )?;
                 doubt.as_ref().map_or(Ok(()), |doubt| write!(f, ": {doubt}"))
             }
@@ -201,7 +205,7 @@ mod tests {
         let error = TerminationError::<String>::OutOfTime { after: AFTER, left: Vec::new(), doubt: None };
         assert_eq!(
             error.to_string(),
-            "after 30 s the service still does not know the clients, so their GPU work may go on"
+            "after 30 s the service still has no list of the MPS clients, so their GPU work may go on"
         );
     }
 

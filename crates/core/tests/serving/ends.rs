@@ -40,10 +40,13 @@ fn asked(story: &mut Story, request: Requested) -> (Option<Ended>, Vec<Result<()
 #[test]
 fn clients_are_counted_by_the_control_daemon_first() {
     assert_eq!(judged(&mut with_clients(&[])), Judged::Idle);
-    assert_eq!(judged(&mut with_clients(&[1])), Judged::Clients("left running for its 1 client".to_owned()));
+    assert_eq!(
+        judged(&mut with_clients(&[1])),
+        Judged::Clients("the control daemon keeps running for its 1 client".to_owned())
+    );
     assert_eq!(
         judged(&mut with_clients(&[1, 2])),
-        Judged::Clients("left running for its 2 clients".to_owned())
+        Judged::Clients("the control daemon keeps running for its 2 clients".to_owned())
     );
 }
 
@@ -69,7 +72,10 @@ fn programs_that_keep_the_server_out_are_named() {
 fn a_client_that_comes_during_the_last_question_counts() {
     let mut story = with_clients(&[]);
     story.host().during("inspect", |host| host.client(1, SERVER, "A"));
-    assert_eq!(judged(&mut story), Judged::Clients("left running for its 1 client".to_owned()));
+    assert_eq!(
+        judged(&mut story),
+        Judged::Clients("the control daemon keeps running for its 1 client".to_owned())
+    );
 }
 
 #[test]
@@ -77,21 +83,27 @@ fn the_list_of_another_control_daemon_is_not_taken_for_ours() {
     let mut story = with_clients(&[]);
     story.host().taken_by = Some(7);
     story.host().stage.nvml.insert("A".to_owned(), Ok([1].into()));
-    assert_eq!(judged(&mut story), Judged::Clients("left running for its 1 client".to_owned()));
+    assert_eq!(
+        judged(&mut story),
+        Judged::Clients("the control daemon keeps running for its 1 client".to_owned())
+    );
     assert_eq!(story.calls("client PIDs"), 0);
     // Another control daemon takes over the directory while the service asks for the clients.
     let mut story = with_clients(&[]);
     story.host().during("client PIDs", |host| host.taken_by = Some(7));
     story.host().stage.nvml.insert("A".to_owned(), Ok([1].into()));
-    assert_eq!(judged(&mut story), Judged::Clients("left running for its 1 client".to_owned()));
+    assert_eq!(
+        judged(&mut story),
+        Judged::Clients("the control daemon keeps running for its 1 client".to_owned())
+    );
 }
 
 #[test]
 fn whoever_has_no_servers_has_no_clients() {
     for (children, expected) in [
         (Some(false), Judged::Idle),
-        (Some(true), Judged::Clients("left running for its 2 clients".to_owned())),
-        (None, Judged::Clients("left running for its 2 clients".to_owned())),
+        (Some(true), Judged::Clients("the control daemon keeps running for its 2 clients".to_owned())),
+        (None, Judged::Clients("the control daemon keeps running for its 2 clients".to_owned())),
     ] {
         let mut story = with_clients(&[]);
         story.host().stage.answers = Some(Failure::Silent("no answer".to_owned()));
@@ -107,8 +119,10 @@ fn whoever_has_no_servers_has_no_clients() {
 
 #[test]
 fn nobody_knows_where_nvml_says_nothing() {
-    let unknown = "left running, since its clients are not known: no answer; NVML hangs";
-    for (there, expected) in [(vec![], unknown), (vec![1], "left running for its 1 client")] {
+    let unknown = "the control daemon keeps running, since its clients are not known: no answer; NVML hangs";
+    for (there, expected) in
+        [(vec![], unknown), (vec![1], "the control daemon keeps running for its 1 client")]
+    {
         let mut story = with_clients(&[]);
         story.host().stage.answers = Some(Failure::Silent("no answer".to_owned()));
         story.host().stage.nvml.insert("A".to_owned(), Ok(there.into_iter().collect()));
@@ -134,13 +148,17 @@ fn an_empty_list_is_not_relied_on_after_a_fatal_error() {
                 story.host().stage.answers_to.insert("inspect", failure);
             }
         }
-        assert_eq!(judged(&mut story), Judged::Clients("left running for its 1 client".to_owned()), "{case}");
+        assert_eq!(
+            judged(&mut story),
+            Judged::Clients("the control daemon keeps running for its 1 client".to_owned()),
+            "{case}"
+        );
     }
     let mut story = with_clients(&[]);
     story.host().says(mps_core::mps::Meaning::FaultHandling { server: SERVER });
     story.host().stage.nvml.insert("A".to_owned(), Err("NVML hangs".to_owned()));
-    let why = "left running, since its clients are not known: the control daemon lists no client, but its \
-               list is not reliable after a fatal GPU error; NVML hangs";
+    let why = "the control daemon keeps running, since its clients are not known: the control daemon lists \
+               no client, but its list is not reliable after a fatal GPU error; NVML hangs";
     assert_eq!(judged(&mut story), Judged::Clients(why.to_owned()));
 }
 
@@ -150,7 +168,10 @@ fn a_faulted_server_that_nobody_has_seen_come_is_asked_about_too() {
     story.served(1000);
     story.host().unseen_server_faults(300);
     story.host().stage.nvml.insert("A".to_owned(), Ok([1].into()));
-    assert_eq!(judged(&mut story), Judged::Clients("left running for its 1 client".to_owned()));
+    assert_eq!(
+        judged(&mut story),
+        Judged::Clients("the control daemon keeps running for its 1 client".to_owned())
+    );
 }
 
 #[test]

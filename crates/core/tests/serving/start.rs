@@ -205,9 +205,9 @@ fn a_gpu_that_cannot_be_reached_or_set_is_left_out() {
     assert!(reach.is_left_out("B") && reach.is_left_out("C") && !reach.is_left_out("A"));
     let told = [
         "unreachable: GPU 0b:00.0: it is lost",
-        "warning: GPU 0c:00.0: the GPU is served once its compute mode can be set: NVML says no; with \
-         cuda_mps_set_compute_mode: false the GPU is served in its present compute mode, and programs can \
-         use it without MPS and without limits",
+        "warning: GPU 0c:00.0: the GPU is not served until its compute mode is set: NVML says no; to \
+         serve the GPU in its present compute mode, set cuda_mps_set_compute_mode: false (programs can then \
+         use the GPU without MPS and without limits)",
     ];
     assert_eq!(shell.told(), told);
 }

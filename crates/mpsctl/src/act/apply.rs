@@ -13,7 +13,7 @@ pub(crate) async fn apply(daemon: &DaemonProxy, force: bool, json: bool, out: &m
     if json {
         return print_json(out, &json!({"applied": true, "forced": force}));
     }
-    writeln!(out, "No change waits for clients any more.")?;
+    writeln!(out, "No change of a control daemon waits for clients any more.")?;
     Ok(())
 }
 

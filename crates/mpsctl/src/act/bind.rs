@@ -146,8 +146,8 @@ fn wanted(arguments: &Arguments) -> Result<Option<ToBind>> {
     }
     if is_in_user_namespace() {
         ignore_input();
-        say("note: only root may bind slices, so the service knows the slice of this container only by its \
-             environment");
+        say("note: only root may bind slices, so the service knows the slice of this container only by the \
+             environment of the container");
         return Ok(None);
     }
     let state = container_state(io::stdin()).map_err(Error::Failed)?;
@@ -162,7 +162,7 @@ pub(crate) async fn unbind(
     out: &mut dyn Write,
 ) -> Result<()> {
     daemon.unbind(&named(pid, control_group)).await?;
-    writeln!(out, "The control group is not bound any more.")?;
+    writeln!(out, "The control group is no longer bound to a slice.")?;
     Ok(())
 }
 
@@ -194,7 +194,7 @@ fn container_state(input: impl Read) -> Result<ContainerState, String> {
     let state: ContainerState = serde_json::from_slice(&text)
         .map_err(|error| format!("standard input is not the state of a container: {error}"))?;
     if state.pid == 0 {
-        return Err("the container has no process yet; --oci is for createRuntime hooks".to_owned());
+        return Err("the container has no process yet; use --oci only in a createRuntime hook".to_owned());
     }
     Ok(state)
 }

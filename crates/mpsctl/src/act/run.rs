@@ -127,7 +127,10 @@ async fn takes_control_group(command: &[OsString]) -> bool {
     }
     let moved = systemd::move_self_to_scope(&format!("yunion-mpsctl run: {}", label(command))).await;
     if let Err(why) = &moved {
-        say(&format!("note: the service knows the slice of the command only by its environment: {why}"));
+        say(&format!(
+            "note: the command is not bound to its slice, so the service knows the slice only by the \
+             environment of the command: {why}"
+        ));
     }
     moved.is_ok()
 }
@@ -248,8 +251,8 @@ async fn release(command: ProcessGroup) {
         Err(_) => format!("the GPU work did not end within {seconds} s"),
     };
     say(&format!(
-        "the GPU work was not ended before the signal, which may be a fault for other clients of the GPU: \
-         {trouble}"
+        "the command gets the signal while its GPU work may go on, which can be a fault for other clients of \
+         the GPU: {trouble}"
     ));
 }
 

@@ -93,8 +93,8 @@ fn loaded(facts: &Facts) -> Outcome {
                 "pipe-directory-differs",
                 format!("control daemon {}", difference.subject),
                 format!(
-                    "the control daemon listens in {from}, but the host agent gives containers {to}, as \
-                     host.conf says",
+                    "the control daemon listens in {from}, but the host agent gives containers the directory \
+                     {to}, as host.conf says",
                     from = difference.from,
                     to = difference.to
                 ),

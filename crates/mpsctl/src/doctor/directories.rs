@@ -156,8 +156,8 @@ fn judge_flag(pipe: &Path) -> Option<Finding> {
             "configure a directory on ext4, XFS, Btrfs, or on tmpfs with a newer kernel",
         ),
     };
-    let harm =
-        "a container with a writable mount of the directory can remove links until the next health check";
+    let harm = "a container with a writable mount of the directory can remove the links to control daemons \
+                until the next health check";
     let remedy = format!("mount the directory read-only into containers; {remedy}");
     Some(info("directories-changeable", pipe.display(), format!("{found}: {harm}"), remedy))
 }
@@ -222,15 +222,19 @@ fn socket(directory: &Path, pid: u32) -> Option<Finding> {
         Some(other) if other != pid => Some(error(
             "pipe-directory-taken",
             socket.display(),
-            format!("control daemon {other} listens there instead of the service's control daemon {pid}"),
-            format!("end control daemon {other} and its clients: kill {other}, then yunion-mpsctl apply"),
+            format!(
+                "another control daemon (PID {other}) listens on this socket instead of the service's \
+                 control daemon (PID {pid})"
+            ),
+            format!("end the other control daemon and its clients: kill {other}, then yunion-mpsctl apply"),
         )),
         Some(_) => None,
         None => Some(error(
             "pipe-socket-missing",
             socket.display(),
             format!(
-                "no process listens there, although control daemon {pid} runs: new clients can't connect"
+                "no process listens on this socket, although the control daemon (PID {pid}) runs: new \
+                 clients can't connect"
             ),
             "yunion-mpsctl apply restarts the control daemon once no client is left; doctor also reports if \
              systemd-tmpfiles may have removed the socket",
@@ -269,14 +273,19 @@ fn runtime_directory(facts: &Facts) -> Outcome {
         // A running service has the content of the state file in memory, and replaces the bad file. A service that starts
         // before this replacement could not read the content.
         let remedy = if facts.published().is_ok() {
-            "the service writes the file again within a minute: do not restart the service before, or it \
-             takes its control daemons for those of another program"
+            "do not restart the service during the next minute, in which the service writes the file again: \
+             after an earlier restart the service takes its control daemons for those of another program"
         } else {
             "the next start of the service ignores this file, takes running control daemons for those of \
              another program, and replaces each control daemon once no client is left; check the compute \
              modes afterwards"
         };
-        findings.push(warning("state-file-damaged", state_file.display(), format!("it {what}"), remedy));
+        findings.push(warning(
+            "state-file-damaged",
+            state_file.display(),
+            format!("the state file {what}"),
+            remedy,
+        ));
     }
     if facts.published().is_ok_and(|published| published.pid.is_some()) && !directory.is_dir() {
         findings.push(error(
@@ -306,12 +315,12 @@ fn shared_memory(facts: &Facts) -> Outcome {
     }
     if metadata.mode() & 0o003 != 0o003 {
         return bad(
-            format!("{mode}, so not every user can write there", mode = mode(&metadata)),
+            format!("{mode}, so not every user can write to this directory", mode = mode(&metadata)),
             "chmod 1777 /dev/shm",
         );
     }
     if proc::is_mounted(&facts.file(proc::MOUNTS), "/dev/shm").is_ok_and(|mounted| !mounted) {
-        return bad("nothing is mounted there".to_owned(), remedy);
+        return bad("no file system is mounted on this directory".to_owned(), remedy);
     }
     let system = rustix::fs::statvfs(&directory).map_err(|error| error.to_string())?;
     Ok(judge_file_system(Path::new("/dev/shm"), &system).into_iter().collect())
@@ -328,7 +337,7 @@ fn container_toolkit(facts: &Facts) -> Outcome {
     if pipe == Path::new(WHERE_CUDA_LOOKS) {
         let found = format!(
             "{tool} is installed and mounts this directory into every container with a GPU; CUDA looks \
-             there by itself, so containers that were given no slice become clients too"
+             in this directory by itself, so containers that were given no slice become clients too"
         );
         return Ok(vec![warning("toolkit-captures-containers", pipe.display(), found, remedy)]);
     }

@@ -165,7 +165,7 @@ fn oversubscription(facts: &Facts) -> Outcome {
             info(
                 "threads-oversubscribed",
                 names(&plan.gpu),
-                format!("{each} add up to {sum} %"),
+                format!("{each} add up to {sum} % of the threads of the GPU"),
                 "change nothing if slices may compete for threads; otherwise cuda_mps_thread_percentage: \
                  equal gives each slice its own share",
             )

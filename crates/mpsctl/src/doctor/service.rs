@@ -64,7 +64,7 @@ fn bus(facts: &Facts) -> Outcome {
         Err(BusError::NotRunning) => error(
             "service-not-running",
             UNIT,
-            "the name io.yunion.Mps1 has no owner on the system bus",
+            "yunion-mps-daemon does not run: the name io.yunion.Mps1 has no owner on the system bus",
             "systemctl enable --now yunion-mps-daemon; if the service ends again, see journalctl -u \
              yunion-mps-daemon",
         ),
@@ -228,8 +228,9 @@ fn shadowed(facts: &Facts) -> Outcome {
         program = starts.unwrap_or("nothing")
     );
     let hidden = hidden.display();
-    let remedy =
-        format!("rm {hidden} && systemctl daemon-reload; put own settings into a drop-in: systemctl edit");
+    let remedy = format!(
+        "rm {hidden} && systemctl daemon-reload; put own settings into a drop-in: systemctl edit {UNIT}"
+    );
     Ok(vec![warning("unit-shadowed", hidden, found, remedy)])
 }
 

@@ -173,7 +173,7 @@ fn kernel_limits(facts: &Facts) -> Outcome {
                  memory of this slice",
                 bound_to = device.bound_to
             ),
-            "remove the cause, then yunion-mpsctl reload; or set cuda_mps_memory_limit: watch",
+            "remove the cause, then yunion-mpsctl reload; or write cuda_mps_memory_limit: watch in host.conf",
         ))
     })
 }
@@ -201,14 +201,14 @@ fn limits(facts: &Facts) -> Outcome {
                 let found = match confirmed {
                     Some(confirmed) if confirmed != asked => {
                         format!(
-                            "the service has asked for a limit of {asked} {unit}, but a limit of \
-                             {confirmed} {unit} is in force"
+                            "the service has asked for a limit of {asked} {unit} for each client, but a \
+                             limit of {confirmed} {unit} is in force"
                         )
                     }
                     None if gpu.limits_enforced && !daemon.servers.is_empty() => {
                         format!(
-                            "the service has asked for a limit of {asked} {unit}, but no server has \
-                             confirmed this limit"
+                            "the service has asked for a limit of {asked} {unit} for each client, but no \
+                             server has confirmed this limit"
                         )
                     }
                     _ => continue,
@@ -232,8 +232,8 @@ fn devices(facts: &Facts) -> Outcome {
     let clients = match &published.clients {
         Ok(clients) => clients,
         Err(reason) => {
-            let remedy = "run yunion-mpsctl doctor again: the service refuses the list only while too many \
-                          callers ask for it";
+            let remedy = "run yunion-mpsctl doctor again: the service refuses the list of clients only while \
+                          too many callers ask for the list";
             return Ok(vec![warning("clients-unknown", "the clients", reason.to_string(), remedy)]);
         }
     };
@@ -271,8 +271,8 @@ fn devices(facts: &Facts) -> Outcome {
                  is known",
                 clients = claim.join(", ")
             ),
-            "start the containers with CDI devices, or let their agent call Control.Bind on D-Bus; \
-             yunion-mpsctl bind 00:06.0-1 --pid PID binds a slice to a container that runs already",
+            "start the containers with CDI devices, or let the program that starts them call Control.Bind on \
+             D-Bus; yunion-mpsctl bind 00:06.0-1 --pid PID binds a slice to a container that runs already",
         ));
     }
     Ok(findings)
@@ -315,7 +315,7 @@ fn full(facts: &Facts) -> Outcome {
         let names: Vec<&str> = slices.filter(is_full).map(|device| device.addr.as_str()).collect();
         let most = gpu.clients.zip(gpu.max_clients).filter(|(clients, most)| clients >= most);
         let found = match (most, names.as_slice()) {
-            (Some((_, most)), _) => format!("all {most} places for clients are taken"),
+            (Some((_, most)), _) => format!("the GPU has {most} clients, and can't hold more"),
             (None, []) => return None,
             (None, names) => format!(
                 "the number of clients has reached max_clients in {slices}",
@@ -360,10 +360,12 @@ fn commanders(facts: &Facts) -> Outcome {
             counted(all.len(), "client"),
             format!(
                 "these clients are in containers, run as root of the host and have the control daemon's own \
-                 directory, so they can set the limits of all clients and end the control daemon: {clients}", clients = all.join(", ")),
+                 directory, so they can set the limits of all clients and end the control daemon: {clients}",
+                clients = all.join(", ")
+            ),
             format!(
-                "let the agent give each container only the directory of its slice, which yunion-mpsctl env prints from \
-                 Volta and driver 580 on; {OTHER_USER}"
+                "let the host agent or the container engine give each container only the directory of its \
+                 slice, which yunion-mpsctl env prints from Volta and driver 580 on; {OTHER_USER}"
             ),
         ));
     }

@@ -94,18 +94,22 @@ pub(super) async fn ask<T: DeserializeOwned>(
             end_client(pid).await;
         }
         let seconds = ANSWER_DEADLINE.as_secs();
-        return Err(Error::Failed(format!("no answer of a CUDA process within {seconds} s")));
+        return Err(Error::Failed(format!(
+            "the CUDA process of the probe did not answer within {seconds} s"
+        )));
     };
     let output = output.map_err(|error| Error::System("wait for a process", error))?;
     let answer = String::from_utf8_lossy(&output.stdout);
     match serde_json::from_str::<Result<T, String>>(&answer) {
         Ok(Ok(answer)) => Ok(answer),
-        Ok(Err(text)) => Err(Error::Failed(format!("a CUDA process: {text}"))),
+        Ok(Err(text)) => Err(Error::Failed(format!("the CUDA process of the probe: {text}"))),
         Err(_) if answer.is_empty() => Err(Error::Failed(format!(
-            "a CUDA process ended without an answer: {status}",
+            "the CUDA process of the probe ended without an answer: {status}",
             status = output.status
         ))),
-        Err(_) => Err(Error::Failed(format!("a CUDA process said {answer:?}"))),
+        Err(_) => {
+            Err(Error::Failed(format!("the CUDA process of the probe gave an unknown answer: {answer:?}")))
+        }
     }
 }
 

@@ -38,7 +38,9 @@ pub(crate) async fn probe(
         None => first_slices(&devices),
     };
     if chosen.is_empty() {
-        return Err(Error::Failed("no slice can be probed; see: yunion-mpsctl status".to_owned()));
+        return Err(Error::Failed(
+            "the service has no slice that can be probed; see yunion-mpsctl status".to_owned(),
+        ));
     }
     let clients = daemon.clients().await?;
     let mut reports = Vec::new();
@@ -115,8 +117,8 @@ async fn refuse_to_queue(daemon: &DaemonProxy, device: &Device) -> Result<()> {
     let Some(other) = other else { return Ok(()) };
     let (user, pid) = (other.user.shown(), other.pid);
     Err(Error::Failed(format!(
-        "the control daemon serves one user at a time, at present {user} (client PID {pid}): try again when \
-         the clients of this user have ended, or as user {user}"
+        "the control daemon serves one user at a time, and now serves user {user} (with the client PID \
+         {pid}): try again when the clients of this user have ended, or run the probe as user {user}"
     )))
 }
 

@@ -138,8 +138,8 @@ fn only_slice(devices: &str) -> Result<&str, String> {
     }
     if !devices.contains('-') {
         return Err(format!(
-            "{devices} is a GPU, and each CDI device is a slice: `yunion-mpsctl list` shows the names, and \
-             --free takes a free slice"
+            "{devices} is a GPU, and each CDI device is a slice: name a slice (`yunion-mpsctl list` shows \
+             the names), or take a free slice with --free"
         ));
     }
     Ok(devices)

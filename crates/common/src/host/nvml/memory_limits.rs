@@ -42,7 +42,7 @@ impl Driver {
         let now = memory_limits::read(&device, &directory)?;
         if now.limit != wanted {
             return Ok(LimitOutcome::Refused(format!(
-                "the driver has accepted the limit of {mib} MiB, but reports {reported}",
+                "the driver has accepted the memory limit of {mib} MiB, but reports this limit: {reported}",
                 reported = limit_in_words(now)
             )));
         }
@@ -70,8 +70,9 @@ impl Driver {
         let counted = counted.div_ceil(MIB);
         (has > counted).then(|| {
             format!(
-                "the programs in the control group have {has} MiB, and the driver counts {counted} MiB: \
-                 memory that a program had before the limit counts only after a restart of the program"
+                "the programs in the control group have {has} MiB of GPU memory, but the driver counts only \
+                 {counted} MiB: memory that a program had before the limit was set is counted only after a \
+                 restart of the program"
             )
         })
     }
@@ -98,13 +99,13 @@ fn why_refused(error: &NvmlError) -> String {
                 .to_owned()
         }
         NvmlError::NotFound => {
-            "the control group has no file dmem.max, since the control groups above it do not turn on the \
+            "the control group has no file dmem.max, since its parent control groups do not turn on the \
              controller dmem (cgroup.subtree_control)"
                 .to_owned()
         }
         NvmlError::InvalidArg | NvmlError::InUse => {
-            "the driver refuses the limit: the programs in the control group have more memory, or the GPU \
-             has less"
+            "the driver refuses the memory limit: the programs in the control group have more GPU memory \
+             than the limit, or the GPU has less memory than the limit"
                 .to_owned()
         }
         error => words(error).to_string(),
