@@ -106,7 +106,9 @@ fn a_client_without_a_known_slice_is_told_after_the_work_of_the_others() {
     assert_eq!(answer, Err(unplaced));
     let text = answer.unwrap_err().to_string();
     assert!(
-        text.contains("their GPU work goes on: PID 3 (program); PID 4 (program); no mounted directory"),
+        text.contains(
+            "their GPU work goes on: PID 3 (program); PID 4 (program); neither a mounted directory"
+        ),
         "{text}"
     );
     assert!(
