@@ -665,7 +665,7 @@ async fn limits_that_are_not_in_force() {
     assert_eq!(unconfirmed["subject"], "00:06.0");
     assert_eq!(
         unconfirmed["found"],
-        "the service has asked for a limit of 25 %, but a limit of 100 % is in force"
+        "the service has asked for a limit of 25 % for each client, but a limit of 100 % is in force"
     );
 }
 

@@ -439,7 +439,7 @@ mod tests {
             let (entries, findings) = read(text);
             assert_eq!((entries, told(&findings.problems)), (Vec::new(), expected), "{text}");
             for problem in &findings.problems {
-                let remedy = if problem.key == "type" { "like path" } else { "path" };
+                let remedy = if problem.key == "type" { "as far as the key path" } else { "path" };
                 assert!(problem.key == "devices" || problem.problem.remedy.contains(remedy), "{problem}");
             }
         }
