@@ -198,7 +198,7 @@ fn a_compute_mode_that_cannot_be_set_is_an_error() {
             let is_it = |finding: &Value| {
                 let found = finding["found"].as_str().unwrap();
                 finding["severity"] == "error"
-                    && found.contains("with cuda_mps_set_compute_mode: false the GPU is served")
+                    && found.contains("set cuda_mps_set_compute_mode: false (programs can then use the GPU")
             };
             scene.findings().iter().any(is_it).then_some(())
         });
