@@ -162,7 +162,8 @@ enum Ending {
     ForGood,
     /// Restart: the control daemons go on, and the next service takes them over.
     ForRestart,
-    /// Like a restart, but the exit status makes the service manager start the service again.
+    /// A signal ends the service, and systemd has asked neither for a stop nor for a restart. The control daemons go on. The exit
+    /// status is a failure, so systemd starts the service again.
     Interrupted,
 }
 

@@ -210,7 +210,7 @@ impl<P: Clone + PartialEq> Core<P> {
 
     /// True if each order is in force, or the reason is known why it is not. The service says that it is ready only then.
     pub fn is_settled<'v>(&self, view: impl Fn(&DaemonId) -> Option<&'v DaemonView>) -> bool {
-        !self.is_starting(&view) && self.serving().all(|(id, _)| view(id).is_none_or(|view| view.settled))
+        self.serving().all(|(id, _)| view(id).is_none_or(|view| view.settled)) && !self.is_starting(&view)
     }
 
     fn serving(&self) -> impl Iterator<Item = (&DaemonId, &Lifecycle<P>)> {

@@ -109,7 +109,8 @@ impl Fleet {
         let all: BTreeMap<&DaemonId, Status> =
             supervisors.iter().map(|(id, supervisor)| (id, supervisor.status())).collect();
         let view = |id: &DaemonId| all.get(id).map(|status| &status.shown);
-        let (starting, settled) = (core.is_starting(view), core.is_settled(view));
+        let settled = core.is_settled(view);
+        let starting = !settled && core.is_starting(view);
         let (mut statuses, mut leaving) = (Vec::new(), Vec::new());
         for (id, status) in all {
             match core.goal(id) {

@@ -13,7 +13,7 @@ pub(crate) fn setting(limits: &Limits) -> Setting {
 }
 
 /// Describes how a server's limits differ from the limits that the service wants. `None` means that they agree. Control daemons
-/// report memory limits from 1 GiB on in whole GiB, so smaller differences do not count there.
+/// round memory limits of 1 GiB or more down to whole GiB in their answers, so only the whole GiB of such limits are compared.
 pub(crate) fn difference(found: Setting, limits: &Limits) -> Option<String> {
     let read_back = |mib: u64| if mib < 1024 { mib } else { mib >> 10 << 10 };
     let wanted = setting(limits);

@@ -133,8 +133,7 @@ impl<S: Shell> Serving<'_, S> {
                 self.shell.show(|view| view.enter(ControlDaemonState::Stopping, false, ""));
             } else if may_end.cause() == Cause::Forced {
                 // The published state must show at once that the control daemon is about to end, so that no new container gets
-                // its slices. If the whole service stops, the published state of the service already shows that all control
-                // daemons end.
+                // its slices.
                 self.show_state();
             }
             self.shell.quit(may_end).await || self.shell.end_by_signal(may_end).await
