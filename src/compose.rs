@@ -49,8 +49,8 @@ pub(crate) struct Parts<'a> {
     pub bindings: &'a Arc<Bindings>,
     /// The GPUs that need a reset, by name. Each value describes the critical error that is the reason.
     pub to_reset: &'a BTreeMap<String, String>,
-    /// The slices whose memory limit the kernel should enforce. Ok: the kernel enforces the limit. Err: the reason why the
-    /// kernel does not.
+    /// The slices with a memory limit that the kernel should enforce. Ok: the kernel enforces the limit. Err: the reason why
+    /// the kernel does not.
     pub kernel_limits: &'a BTreeMap<SliceId, Result<(), String>>,
     pub uses: &'a BTreeMap<String, GpuUse>,
     pub events: &'a Events,
@@ -230,15 +230,14 @@ fn trouble_of(status: &Status, uuid: &str) -> Option<String> {
 fn worth_knowing(plan: &GpuPlan, serving: &[(&Status, &ServedGpuView)]) -> String {
     // All control daemons of a GPU report the same bypasses, so the first report is enough.
     let bypassed = serving.iter().find_map(|(status, _)| used_without_us(status, plan.gpu.uuid()?));
-    // A GPU whose capacity is used up is not unhealthy, since all its clients are served.
+    // A GPU without free capacity is not unhealthy, since all its clients are served.
     let full = serving.iter().map(|(_, gpu)| gpu.full.clone());
     let full = full.filter(|full| !full.is_empty() && plan.isolation == Isolation::Gpu);
     let warnings = plan.warnings.iter().map(|warning| warning.problem.found.clone());
     bypassed.into_iter().chain(full).chain(warnings).collect::<Vec<_>>().join("; ")
 }
 
-/// The slices whose capacity is used up, if each slice has its own control daemon. Other slices of the GPU may still take
-/// clients.
+/// The slices without free capacity, if each slice has its own control daemon. Other slices of the GPU may still take clients.
 fn full_slices(plan: &GpuPlan, serving: &[(&Status, &ServedGpuView)]) -> BTreeMap<u32, String> {
     let full = serving.iter().filter(|(_, gpu)| plan.isolation == Isolation::Slice && !gpu.full.is_empty());
     let full =

@@ -280,8 +280,8 @@ impl Clients {
         (number, known.slices.clone(), questions)
     }
 
-    /// Examines these processes without reading their memory. Returns the processes whose environment decides about their
-    /// slices. The environment has to be read too.
+    /// Examines these processes without reading their memory. Returns a process if its environment decides about its slices.
+    /// The environment has to be read too.
     fn look(&self, slices: &Slices, questions: Vec<Question>) -> Vec<(Question, KnownClient, ProcessSight)> {
         self.make_room();
         let host = SliceMounts::find(slices);
@@ -306,7 +306,8 @@ impl Clients {
 
     async fn look_at_memory(&self, open: Vec<(Question, KnownClient, ProcessSight)>) {
         let mut asked = JoinSet::new();
-        // Each process has a task of its own. A process whose memory can't be read for a while does not delay the others.
+        // Each process has a task of its own. If the memory of a process can't be read for a while, the process does not delay
+        // the others.
         for (mut question, client, sight) in open {
             let kernel = self.0.memory.clone();
             asked.spawn(async move {

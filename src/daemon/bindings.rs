@@ -127,8 +127,8 @@ impl Daemon {
         }
     }
 
-    /// Removes the bindings whose control groups have ended. The kernel does not report when a process leaves a control group,
-    /// so the service repeats this search while there are bindings.
+    /// Removes the bindings of control groups that have ended. The kernel does not report when a process leaves a control
+    /// group, so the service repeats this search while there are bindings.
     pub(super) fn end_bindings(&mut self) {
         let before = Arc::clone(self.state_file.lock().bindings());
         let mut bindings = Bindings::clone(&before);

@@ -66,8 +66,8 @@ fn memory_of(plan: &Plan, slice: &SliceId) -> Option<(GpuUuid, u64)> {
     is_known.then(|| Some((gpu.gpu.uuid()?.to_owned(), gpu.size(slice.ordinal).memory_mib)))?
 }
 
-/// The slices with a single binding, for whose control group the kernel should enforce exactly the slice's memory limit. Ok:
-/// the kernel enforces the limit. Err: the reason why the kernel does not.
+/// The slices with a single binding, if the kernel should enforce exactly the slice's memory limit for the bound control group.
+/// Ok: the kernel enforces the limit. Err: the reason why the kernel does not.
 pub(super) fn kernel_limits(
     plan: &Plan,
     bindings: &Bindings,

@@ -182,7 +182,7 @@ struct Daemon {
     cdi_spec: CdiSpec,
     state_file: SharedStateFile,
     changed: Arc<Notify>,
-    /// The time of the next search for bindings whose control group has ended. None if no control group is bound.
+    /// The time of the next search for bindings of control groups that have ended. None if no control group is bound.
     next_look_at_groups: Option<Instant>,
     snapshot: watch::Sender<Arc<Snapshot>>,
     on_the_bus: Arc<AtomicBool>,

@@ -115,7 +115,7 @@ pub(super) fn bounded_names(names: &[String]) -> Result<()> {
     names.iter().try_for_each(|name| bounded_name(name))
 }
 
-/// The most connections whose users are remembered. The bus allows each user 256 connections.
+/// The service remembers the users of at most this many connections. The bus allows each user 256 connections.
 const CALLERS: usize = 1024;
 
 /// The users of the connections that have called the service, by the names of the connections. The user of a connection never

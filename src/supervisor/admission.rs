@@ -158,8 +158,8 @@ impl SharedAdmission {
         self.lock().links.missing().clone()
     }
 
-    /// The changes since the last call, for the log: directories whose link another program had changed and the service has
-    /// restored; messages about renamed files; links that can't be removed.
+    /// The changes since the last call, for the log: directories with a link that another program had changed and the service
+    /// has restored; messages about renamed files; links that can't be removed.
     pub(super) fn take_news(&self) -> (BTreeSet<PathBuf>, Vec<String>, BTreeSet<String>) {
         let Admission { links, directories } = &mut *self.lock();
         let ((renewed, stuck), slices_in) = (links.take_events(), links.slices_in());

@@ -56,8 +56,8 @@ pub(crate) const PROGRAM: &str = "nvidia-cuda-mps-control";
 /// daemon write any number of lines. The start of a server writes 20 lines, and a fatal GPU error 10 lines for each client.
 const LINES: RateLimit = RateLimit::new(500, 500, Duration::from_secs(10));
 
-/// The time between two searches for programs that use a GPU without MPS. The service searches only on a GPU whose compute mode
-/// does not refuse these programs.
+/// The time between two searches for programs that use a GPU without MPS. The service searches only on a GPU with a compute
+/// mode that does not refuse these programs.
 const GUARD_PERIOD: Duration = Duration::from_secs(2);
 
 type Answer = oneshot::Sender<Result<(), Problem>>;

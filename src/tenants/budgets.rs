@@ -193,7 +193,7 @@ struct GpuWatch {
     events: mpsc::Sender<LoopEvent>,
     daemons: FindsDaemons,
     looked: watch::Sender<(Option<Instant>, GpuUse)>,
-    /// The slices that exceed their budgets and whose clients may be ended, according to the last list of clients.
+    /// According to the last list of clients, these slices exceed their budgets, and their clients may be ended.
     over: watch::Sender<Vec<OverBudget<Tenant>>>,
     /// The time at which each client's container was last reported for a binding.
     passed_on: BTreeMap<ProcessId, Instant>,

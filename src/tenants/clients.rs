@@ -22,8 +22,8 @@ const OPENS_AFTER: Duration = Duration::from_millis(200);
 type ProcessesByGpu = BTreeMap<String, Vec<GpuProcess>>;
 
 /// Lists the clients of the control daemons with these statuses, and the bypasses on their GPUs. The register has the clients
-/// of all control daemons, so no control daemon is asked. NVML may already list a client whose line in the log was not read
-/// yet. Such a client is listed too. If a process can't be read in time, its former slice is listed.
+/// of all control daemons, so no control daemon is asked. NVML may already list a client before its line in the log is read.
+/// Such a client is listed too. If a process can't be read in time, its former slice is listed.
 pub(crate) async fn list(statuses: &[Status], tools: &Tools) -> Vec<ClientView> {
     let (mut processes, mut bypasses) = find_processes(statuses, tools).await;
     let is_told = |bypass: &Bypass| told(statuses).any(|known| known.is(bypass));

@@ -1,4 +1,4 @@
-//! Describes clients whose work ends, so that an administrator can find their owners.
+//! Describes clients that lose their work, so that an administrator can find their owners.
 
 use std::collections::BTreeMap;
 

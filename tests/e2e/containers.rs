@@ -250,7 +250,8 @@ if "create" in words:
 os.execv("/usr/sbin/runc", ["runc", *words])
 "#;
 
-/// Fails unless `printed`, the output of [`SHOW`], comes from a container with slice 1 whose directory is mounted at `place`.
+/// Fails unless `printed`, the output of [`SHOW`], comes from a container with slice 1. The directory of this slice must be
+/// mounted at `place`.
 #[track_caller]
 fn is_a_client_of_slice_1(printed: &str, place: &str) {
     for line in [
@@ -411,9 +412,10 @@ fn comes_back(machine: &Machine, engine: &str, run: &str) {
     }
 }
 
-/// Checks that the engine restarts a container whose client has ended, because the control daemon was killed or because a
-/// client of another slice caused a fatal GPU error. The engine tries the restart at once and only once, so the hook of the
-/// restarted container must wait until the slice is served again. `run` is a command that starts a container with slice 1.
+/// Checks that the engine restarts a container after its client has ended. The client ends because the control daemon was
+/// killed, or because a client of another slice caused a fatal GPU error. The engine tries the restart at once and only once,
+/// so the hook of the restarted container must wait until the slice is served again. `run` is a command that starts a container
+/// with slice 1.
 fn one_comes_back(machine: &Machine, engine: &str, run: &str) {
     // With this delay, a simulated server takes as long to start as a server on a real GPU.
     machine.sh(&format!("echo 1500 >{HOST}/mps/start-ms"));

@@ -1,5 +1,5 @@
-//! A booted systemd for tests, in a container whose root is an overlay over this host's files. The container needs no image and
-//! no network, boots in half a second, and changes nothing on the host.
+//! A booted systemd for tests, in a container. The root of the container is an overlay over this host's files. The container
+//! needs no image and no network, boots in half a second, and changes nothing on the host.
 
 use std::ffi::OsStr;
 use std::fs;

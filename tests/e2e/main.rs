@@ -165,8 +165,8 @@ fn main() -> ExitCode {
     if arguments.first().is_some_and(|word| word == asker::ARGUMENT) {
         return asker::run();
     }
-    // This program takes arguments like libtest: a word selects the checks whose names contain it, and options are ignored. The
-    // checks of `make soak` run only if a word selects them.
+    // This program takes arguments like libtest: a word selects the checks with this word in their names, and options are
+    // ignored. The checks of `make soak` run only if a word selects them.
     let wanted = |name: &str| {
         let mut words = arguments.iter().filter(|word| !word.starts_with("--")).peekable();
         words.peek().is_none() && !name.starts_with("soak::")

@@ -521,7 +521,7 @@ systemctl stop yunion-mps-daemon.service
 systemctl daemon-reload
 ";
 
-/// Returns the paths in a package's list of files, without directories and without files whose paths differ between debs and
+/// Returns the paths in a package's list of files, without directories and without files that have different paths in debs and
 /// rpms.
 fn listed(names: &str) -> Vec<String> {
     let mut names: Vec<String> = names

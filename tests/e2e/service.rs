@@ -267,7 +267,7 @@ fn limits_spare(machine: &mut Machine) {
         crate::skip::skip("control daemons go last", "this machine can't lower an oom_score_adj");
     }
     assert_eq!((oom(main.trim()).as_str(), oom(&only()).as_str()), ("0", possible.trim()));
-    // The service must be able to write to /sys/fs/cgroup, since it thaws clients whose control group is frozen.
+    // The service must be able to write to /sys/fs/cgroup, since it thaws clients with a frozen control group.
     machine.sh(&format!("nsenter --mount --target {} test -w /sys/fs/cgroup", main.trim()));
     assert_eq!(memory(SERVICE), (2u64 << 30).to_string());
     assert_eq!(memory("yunion-mps-control-shared.scope"), "infinity");

@@ -240,7 +240,7 @@ fn the_newest_client_of_the_slice_is_ended_and_nobody_else() {
     assert_eq!(host.stop().code(), Some(0));
 }
 
-/// A client whose GPU work was ended may run on. The service ends it again only after it begins new GPU work.
+/// A client may run on after its GPU work was ended. The service ends it again only after it begins new GPU work.
 #[test]
 fn nobody_is_ended_again_without_new_work() {
     if !root_or_skip("nobody_is_ended_again_without_new_work") {
@@ -301,7 +301,7 @@ fn a_claim_in_the_environment_ends_nobody() {
 }
 
 /// Containers of two tenants have the directory of the same slice. The service ends no client of this slice, since it can't
-/// tell whose slice it is.
+/// tell which tenant the slice belongs to.
 #[test]
 fn a_slice_in_two_containers_ends_nobody() {
     if !root_or_skip("a_slice_in_two_containers_ends_nobody") {

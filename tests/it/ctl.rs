@@ -482,8 +482,8 @@ async fn run_passes_signals_on() {
     }
 }
 
-/// `run` passes signals whose meaning each program defines itself, such as SIGUSR1, to its command only, and not to the
-/// children of the command.
+/// Each program defines the meaning of some signals itself, such as SIGUSR1. `run` passes these signals to its command only,
+/// and not to the children of the command.
 #[tokio::test]
 async fn run_passes_signals_on_that_mean_something() {
     let (board, _directory) = with_socket(p40_board());

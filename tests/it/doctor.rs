@@ -81,7 +81,7 @@ impl Scene {
         wait_for("the client", || self.host.front_end(&pipe, "ps").contains(&pid).then_some(()));
     }
 
-    /// Makes a file whose open hangs, like a file on a network file system whose server does not answer.
+    /// Makes a file. An open of this file hangs, as on a network file system when the server does not answer.
     fn hang(&self, path: &str) {
         let file = self.host.file(path);
         fs::create_dir_all(file.parent().unwrap()).unwrap();

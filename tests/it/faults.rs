@@ -317,7 +317,7 @@ fn dies_having_read_of_the_fault(host: &mut Host, next_grace: &str) {
 }
 
 /// The next service does not read about the fault in the log again, and still heals it. With several control daemons on the
-/// GPU, it can't even know whose client the remaining client is.
+/// GPU, it can't even know which control daemon the remaining client belongs to.
 #[test]
 fn a_fault_that_a_former_service_has_read_is_healed_after_the_grace() {
     is_healed_after_the_grace(Topology::Shared, |host| {

@@ -243,8 +243,8 @@ fn setup_of_a_host_without_the_platform_is_one_file() {
     assert_eq!(files(&host), written);
 }
 
-/// `setup` prints the share of a GPU that each program gets, since this surprises users whose program has had the whole GPU so
-/// far. GPUs before Volta enforce no share.
+/// `setup` prints the share of a GPU that each program gets, since this surprises users with a program that has had the whole
+/// GPU so far. GPUs before Volta enforce no share.
 #[test]
 fn setup_says_how_much_of_a_gpu_every_program_has() {
     let said = |board: &str, arguments: &[&str]| text(&setup(&fresh(board), arguments));

@@ -245,8 +245,8 @@ fn command(host: &Host, words: &[&str], columns: &str, device: &str, pid: &str) 
     command
 }
 
-/// Copies the client's program to a path whose length is the same on every machine. Messages contain the path, and would
-/// otherwise be wrapped at different words.
+/// Copies the client's program to a path with the same length on every machine. Messages contain the path, and would otherwise
+/// be wrapped at different words.
 fn own_client(host: &Host) {
     let program = host.path("bin/cuda-client");
     fs::remove_file(&program).unwrap();

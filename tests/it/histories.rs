@@ -181,7 +181,7 @@ impl Twin {
         self.guests.retain(|_, guest| guest.server != server);
     }
 
-    /// Kills clients whose server has ended, and forgets clients that have ended.
+    /// Kills the clients of servers that have ended, and forgets clients that have ended.
     fn tidy_up(&mut self) {
         self.guests.retain(|_, guest| {
             let has_ended = guest.program.try_wait().unwrap().is_some();

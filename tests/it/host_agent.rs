@@ -76,7 +76,7 @@ fn agent() -> &'static Path {
         let script = words.join("\n").replace("-o mps-agent", &format!("-o '{}'", agent.display()));
         let script = script.replace("/tmp/host-agent.mod", built("page.mod").to_str().unwrap());
         let mut shell = without_network(Command::new("sh"));
-        // Without cgo, `mps-agent` also runs in the simulated pod, whose root directory has no C library.
+        // Without cgo, `mps-agent` also runs in the simulated pod. The root directory of this pod has no C library.
         succeeded(shell.args(["-euc", &script]).env("CGO_ENABLED", "0"));
         agent
     })

@@ -13,7 +13,7 @@ use crate::support::wait::wait_for;
 
 const SLICES: [&str; 4] = ["00:06.0-0", "00:06.0-1", "00:06.0-2", "00:06.0-3"];
 
-/// The exit status of a simulated client whose GPU work was lost.
+/// The exit status of a simulated client that has lost its GPU work.
 const LOST: i32 = 4;
 
 fn serving() -> Host {

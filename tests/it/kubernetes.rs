@@ -277,7 +277,8 @@ fn policy_on(objects: &[(Value, Value)]) -> Vec<String> {
     BufReader::new(python.stdout.take().unwrap()).lines().map(Result::unwrap).collect()
 }
 
-/// Returns a pod whose containers and init containers have these resource limits. Null stands for a container without limits.
+/// Returns a pod with containers and init containers that have these resource limits. Null stands for a container without
+/// limits.
 fn pod_with(containers: &[Value], init_containers: &[Value]) -> Value {
     let container = |limits: &Value| match limits {
         Value::Null => json!({"name": "c"}),

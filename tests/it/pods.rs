@@ -99,8 +99,8 @@ impl Containerd {
         self.process = Self::again(host, &self.folder, &self.mounts);
     }
 
-    /// Removes the control group of a pod whose containers have ended, as a kubelet does. containerd removes the control groups
-    /// of containers.
+    /// Removes the control group of a pod after its containers have ended, as a kubelet does. containerd removes the control
+    /// groups of containers.
     fn remove_group(&self, pod: &str) {
         for group in self.groups().iter().map(|group| group.join(pod)).filter(|group| group.is_dir()) {
             fs::remove_dir(&group).unwrap_or_else(|error| panic!("{}: {error}", group.display()));
@@ -198,7 +198,7 @@ impl Runtime {
         serde_json::from_str(&line).unwrap_or_else(|error| panic!("{call}: {error}"))
     }
 
-    /// Starts a pod whose container runs a program of the simulated host. The error is containerd's message.
+    /// Starts a pod with a container that runs a program of the simulated host. The error is containerd's message.
     fn start(&mut self, host: &Host, wanted: &Admitted, work: &[&str]) -> Result<Pod, String> {
         let Admitted { name, slices, settings } = wanted;
         let same = |place: &str| json!({"host": place, "container": place, "read_only": false});
@@ -210,7 +210,7 @@ impl Runtime {
         environment.insert("LD_LIBRARY_PATH".to_owned(), json!(host.path("lib")));
         let client = host.path("bin/cuda-client").canonicalize().unwrap().display().to_string();
         let command = [&[client.as_str()], work].concat();
-        // Pods whose names end with 1 have a RuntimeClass, and other pods use the default runtime.
+        // Pods with a 1 at the end of their names have a RuntimeClass, and other pods use the default runtime.
         let handler = if name.ends_with('1') { "yunion-mps" } else { "" };
         let said = self.call(&json!({
             "call": "start", "pod": name, "handler": handler, "cdi": settings["cdi"], "mounts": mounts,

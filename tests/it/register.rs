@@ -32,7 +32,7 @@ fn counted(host: &Host) -> Counts {
     devices.as_array().unwrap().iter().map(count).collect()
 }
 
-/// A host whose clients have the slices of their environments. One client has a bound control group instead.
+/// A host with clients that have the slices of their environments. One client has a bound control group instead.
 struct Rounds {
     host: Host,
     group: ContainerGroup,

@@ -193,7 +193,7 @@ fn a_strangers_control_group_is_in_no_containers_way() {
     let _ = fs::remove_dir(parent);
 }
 
-/// A client whose slice is unknown may have any slice. So `terminate --device` must not report that a slice has no client any
+/// A client with an unknown slice may have any slice. So `terminate --device` must not report that a slice has no client any
 /// more.
 #[test]
 fn a_client_that_lost_its_environment_is_named() {
@@ -328,8 +328,8 @@ fn a_server_is_restarted_between_clients() {
     assert_eq!(after["control_daemons"][0]["starts"], 1);
 }
 
-/// A program whose GPU work was ended stays a client until it calls CUDA again. The request is still answered at once, and a
-/// later kill of the program harms no other client.
+/// After its GPU work was ended, a program stays a client until it calls CUDA again. The request is still answered at once, and
+/// a later kill of the program harms no other client.
 #[test]
 fn a_client_that_stays_is_done_with() {
     let mut scene = Neighbours::new();

@@ -30,7 +30,7 @@ fn assert_warned(host: &Host, expected: &str, control_daemon: u32) {
     assert!(places[0] < end, "{log}");
 }
 
-/// Starts a host whose service ends a control daemon 1 s after `quit`, instead of 10 s.
+/// Starts a host with a service that ends a control daemon 1 s after `quit`, instead of 10 s.
 fn serving_with_a_short_end() -> Host {
     let mut host = Host::new("h200");
     host.configure("cuda_mps_quit_timeout: 1");

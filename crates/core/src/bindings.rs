@@ -121,9 +121,10 @@ pub fn is_named_by_root(owners: impl IntoIterator<Item = Option<u32>>) -> bool {
 /// The path of the pod's control group, for the control group at `path`. None if `path` is outside of the kubelet's control
 /// groups.
 ///
-/// The kubelet has one control group for all pods, `kubepods` or `kubepods.slice`, whose name may begin with the name of the
-/// kubelet's configured root control group. It contains the control groups of pods. It also contains one control group for each
-/// of the lower quality-of-service classes (`burstable`, `besteffort`), which contains the pods of the class.
+/// The kubelet has one control group for all pods, `kubepods` or `kubepods.slice`. Its name may begin with the name of the
+/// kubelet's configured root control group. The control group for all pods contains the control groups of pods. It also
+/// contains one control group for each of the lower quality-of-service classes (`burstable`, `besteffort`), which contains the
+/// pods of the class.
 pub fn pod_of(path: &str) -> Option<&str> {
     let is_for_all =
         |name: &str| matches!(name, "kubepods" | "kubepods.slice") || name.ends_with("-kubepods.slice");

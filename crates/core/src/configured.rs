@@ -7,7 +7,7 @@ use crate::GpuUuid;
 /// The GPUs that a configuration names. The service may not know the UUIDs of all these GPUs.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct Configured {
-    /// The named GPUs whose UUIDs are known.
+    /// The named GPUs with known UUIDs.
     pub certainly: BTreeSet<GpuUuid>,
     /// None if the UUID of every named GPU is known. Otherwise the configuration may name any GPU, except for the GPUs in this
     /// set.

@@ -26,8 +26,8 @@ pub struct Core<P> {
 }
 
 impl<P: Clone + PartialEq> Core<P> {
-    /// The state of a service that has just started. `left` has the control daemons in the state file, each with its GPUs.
-    /// `changed` has the GPUs whose compute mode an earlier process of the service has changed.
+    /// The state of a service that has just started. `left` has the control daemons in the state file, each with its GPUs. An
+    /// earlier process of the service has changed the compute modes of the GPUs in `changed`.
     pub fn new(left: BTreeMap<DaemonId, Vec<GpuUuid>>, changed: BTreeSet<GpuUuid>) -> Self {
         Self { lifecycles: BTreeMap::new(), left, modes: Modes::new(changed), leaving: false }
     }

@@ -28,7 +28,7 @@ pub enum CoreEvent<P> {
         outcome: ActOutcome,
     },
     ModeDone {
-        /// The GPU whose compute mode was set or restored.
+        /// The compute mode of this GPU was set or restored.
         gpu: GpuUuid,
         outcome: ModeOutcome,
     },
@@ -43,7 +43,7 @@ pub struct Demand<P> {
     /// to end the control daemons that have no supervisor yet.
     pub left: Vec<Order<P>>,
     pub mps: MpsSwitch,
-    /// The GPUs whose former compute mode the service does not restore, even while no control daemon serves them, since the
+    /// The service does not restore the former compute modes of these GPUs, even while no control daemon serves them, since the
     /// configuration names them. Empty if the service does not set compute modes.
     pub kept: Configured,
     /// GPUs that the service does not serve yet, since programs without MPS use them. The service sets the compute mode of

@@ -29,7 +29,7 @@ pub struct LimitedGroup {
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct GroupLimit {
     pub mib: u64,
-    /// The slices whose memory adds up to the limit.
+    /// The memory of these slices adds up to the limit.
     pub slices: BTreeSet<SliceId>,
 }
 
@@ -84,9 +84,9 @@ fn limits_of<'b>(
     limits
 }
 
-/// The control group whose limit on this GPU is the limit of this slice alone: all programs with the slice are in this control
-/// group, and its limit equals the memory of the slice. None if several bindings have the slice, or if the control group's limit
-/// is the sum of several slices.
+/// The control group with the limit of this slice alone on this GPU: all programs with the slice are in this control group, and
+/// its limit equals the memory of the slice. None if several bindings have the slice, or if the control group's limit is the
+/// sum of several slices.
 pub fn limited_to(
     slice: &SliceId,
     gpu: &GpuUuid,

@@ -7,15 +7,15 @@ use crate::{Configured, GpuUuid, ModeOutcome};
 
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct Modes {
-    /// The GPUs whose former compute mode is not restored while no control daemon serves them, since the configuration names
-    /// them.
+    /// The former compute modes of these GPUs are not restored while no control daemon serves them, since the configuration
+    /// names them.
     kept: Configured,
-    /// The GPUs whose compute mode may have to be restored, since the service has changed it.
+    /// The compute modes of these GPUs may have to be restored, since the service has changed them.
     touched: BTreeSet<GpuUuid>,
     under_way: BTreeSet<GpuUuid>,
-    /// The GPUs whose compute mode the service could not restore. The next plan causes another attempt.
+    /// The service could not restore the compute modes of these GPUs. The next plan causes another attempt.
     stuck: BTreeSet<GpuUuid>,
-    /// The GPUs whose compute mode should be set though no control daemon serves them, so that no more programs without MPS
+    /// The compute modes of these GPUs should be set though no control daemon serves them, so that no more programs without MPS
     /// start on them.
     to_close: BTreeSet<GpuUuid>,
 }
@@ -73,7 +73,7 @@ impl Modes {
         self.under_way.is_empty()
     }
 
-    /// The GPUs whose compute mode should be restored now. No control daemon needs these GPUs (`is_used`), and the
+    /// The compute modes of the returned GPUs should be restored now. No control daemon needs these GPUs (`is_used`), and the
     /// configuration does not name them. If a mode were restored earlier, programs without MPS could use the GPU without
     /// limits.
     pub(crate) fn to_put_back(&self, is_used: impl Fn(&GpuUuid) -> bool) -> Vec<GpuUuid> {

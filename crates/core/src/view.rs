@@ -110,7 +110,7 @@ impl DaemonView {
     }
 
     /// Records a new order with these GPUs. `goes_on` is true if the running control daemon can serve the new order. The
-    /// control daemon then serves on, except on the GPUs in `to_be_set`, whose limits must change first.
+    /// control daemon then serves on, except on the GPUs in `to_be_set`. The limits of these GPUs must change first.
     pub fn take_order(
         &mut self,
         gpus: impl IntoIterator<Item = GpuUuid>,

@@ -151,7 +151,7 @@ impl Host {
         }
     }
 
-    /// The service first ends the bindings whose control groups have ended, and then binds the control group.
+    /// The service first ends the bindings of control groups that have ended, and then binds the control group.
     fn bind(&mut self, path: &'static str, by: BoundBy, slices: &BTreeSet<SliceId>, shares: bool) {
         let Some((inode, _)) = self.groups.get(path).copied() else { return };
         self.drop_ended();
@@ -339,8 +339,8 @@ fn new_bindings_are_told_from_changes() {
     assert_eq!(added(&|all| _ = all.end(0, |_| GroupUse::Used)), None);
 }
 
-/// A control group that has never had a process keeps its binding for a minute. A control group whose processes have ended
-/// loses its binding as soon as another control group asks for the slice, and not before.
+/// A control group that has never had a process keeps its binding for a minute. If the processes of a control group have ended,
+/// it loses its binding as soon as another control group asks for the slice, and not before.
 #[test]
 fn a_control_group_that_has_ended_gives_way() {
     let group = |path: &str| ControlGroup { path: path.to_owned(), inode: 1 };

@@ -873,7 +873,7 @@ fn missed((name, _, _, _, truth): Defect, program: &Path) -> Option<String> {
     (!is_found(&tried)).then(|| format!("{name}: {}", output.lines().take(12).collect::<Vec<_>>().join("\n")))
 }
 
-/// Returns all defects, or those whose names contain the text of `ONLY`.
+/// Returns all defects, or only the defects with the text of `ONLY` in their names.
 fn chosen() -> impl Iterator<Item = Defect> {
     let only = std::env::var("ONLY").unwrap_or_default();
     DEFECTS.iter().copied().filter(move |defect| defect.0.contains(&only))

@@ -27,7 +27,7 @@ struct Disk {
     /// True if the parent directory of the slices' directories exists.
     is_there: bool,
     opened: Option<Path>,
-    /// The names of the directories whose links can't be changed.
+    /// The names of the directories with links that can't be changed.
     stuck: BTreeSet<String>,
     /// The number of links that another user will remove right after the service has made them.
     removals: usize,

@@ -16,8 +16,8 @@ pub(crate) const ALLOCATE: &str = "/v1beta1.DevicePlugin/Allocate";
 pub(crate) const HEALTHY: &str = "Healthy";
 pub(crate) const UNHEALTHY: &str = "Unhealthy";
 
-/// A message of Kubernetes whose only field has the number 1 and is a list of messages. Examples are the devices of a resource,
-/// the NUMA nodes of a device, and the containers of a request.
+/// A message of Kubernetes with a single field. This field has the number 1 and is a list of messages. Examples are the devices
+/// of a resource, the NUMA nodes of a device, and the containers of a request.
 #[derive(Clone, PartialEq, prost::Message)]
 pub(crate) struct Repeated<T: Debug + Default + prost::Message> {
     #[prost(message, repeated, tag = "1")]

@@ -219,8 +219,8 @@ impl Plugin {
         Ok(())
     }
 
-    /// Registers each resource whose devices this kubelet does not read. Returns the number of resources whose devices the
-    /// kubelet reads.
+    /// Registers each resource if this kubelet does not read the resource's devices. Returns the number of resources with
+    /// devices that the kubelet reads.
     fn register(&mut self, kubelet: Option<SocketFile>) -> usize {
         let Some(kubelet) = kubelet else {
             let directory = self.directory.display();

@@ -441,7 +441,7 @@ impl Error {
     }
 }
 
-/// The output of a subcommand whose exit status is the answer. Writing to a closed pipe succeeds, so that the subcommand runs
+/// The output of a subcommand that answers with its exit status. Writing to a closed pipe succeeds, so that the subcommand runs
 /// to its end.
 struct MayLoseReader<'o>(&'o mut dyn Write);
 

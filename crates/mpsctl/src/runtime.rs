@@ -30,7 +30,7 @@ const JOURNAL: &str = "/run/systemd/journal/socket";
 
 const BUS: &str = "/run/dbus/system_bus_socket";
 
-/// The options of runc and crun that precede the command, such as `kill`, and whose value is the next argument.
+/// The options of runc and crun that precede the command, such as `kill`, and have the next argument as their value.
 const WITH_VALUE: [&str; 7] =
     ["--root", "--log", "--log-format", "--log-level", "--criu", "--rootless", "--cgroup-manager"];
 
@@ -67,8 +67,8 @@ pub fn execute(runtime: &OsStr, arguments: &[OsString]) -> io::Result<ExitCode> 
 }
 
 /// Runs the runtime's command that sends a signal to a container, and returns its exit status. `first` is the first process of
-/// the container. A program whose GPU work has ended may end by itself before the signal. The runtime then fails, and the
-/// container engine would report a failed stop. So the result is success if the first process has ended.
+/// the container. After the GPU work of a program has ended, the program may end by itself before the signal. The runtime then
+/// fails, and the container engine would report a failed stop. So the result is success if the first process has ended.
 fn signal(mut command: Command, first: &ProcessId) -> io::Result<ExitCode> {
     let done = command.stdin(Stdio::inherit()).output()?;
     if !done.status.success() && !identity::runs(*first) {

@@ -112,7 +112,7 @@ pub(super) fn job() -> Result<Option<(String, String)>, Problem> {
     Ok(Some((control_group.to_owned(), format!("job {number}"))))
 }
 
-/// The control group and the number of the Slurm job whose control group contains the control group `path`.
+/// The control group and the number of a Slurm job. The control group of this job contains the control group `path`.
 fn job_of(path: &str) -> Option<(&str, &str)> {
     let (before, from) = path.split_at(path.find(&format!("/{JOB}"))? + 1);
     let name = from.split('/').next()?;

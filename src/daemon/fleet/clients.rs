@@ -86,7 +86,7 @@ impl Fleet {
         }
         asked.join_all().await;
         pids.extend(daemons.iter().flat_map(|id| clients.at_work(id)));
-        // The driver may know a client whose line in the control daemon's log was not read yet, so NVML is asked too.
+        // The driver may know a client before its line in the control daemon's log is read, so NVML is asked too.
         let gpus: Vec<String> = gpus.into_iter().collect();
         let registered: BTreeSet<u32> = clients.served().iter().map(|(_, process, _)| process.pid).collect();
         let there = timeout(PATIENCE, self.tools.nvml.mps_clients(&gpus)).await.unwrap_or_default();

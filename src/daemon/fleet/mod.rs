@@ -24,8 +24,8 @@ use common::plan::{self, Configured, Plan};
 use common::state_file::Running;
 use conductor::{Conducted, Conductor};
 
-/// The most programs without MPS whose end the service awaits. The next regular scan of the host notices the end of further
-/// programs.
+/// The service awaits the end of at most this many programs without MPS. The next regular scan of the host notices the end of
+/// further programs.
 const HOLDERS: usize = 64;
 
 #[derive(Debug)]

@@ -59,7 +59,7 @@ pub(super) fn parse_clients(answer: &str) -> Option<Vec<Client>> {
             if header.split_whitespace().eq(["PID", "ID", "SERVER", "DEVICE", "NAMESPACE", "COMMAND"]) => {}
         Some(_) => return None,
     }
-    // A program whose name contains a line break puts extra lines into the table. Lines that are no rows are skipped.
+    // A program with a line break in its name puts extra lines into the table. Lines that are no rows are skipped.
     Some(lines.filter_map(parse_client).collect())
 }
 

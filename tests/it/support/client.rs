@@ -128,8 +128,8 @@ impl Host {
         self.clients().into_iter().find(|client| client["pid"] == pid)
     }
 
-    /// Starts a client of the control daemon in the pipe directory of host.conf, and waits until it is served. A client whose
-    /// GPU work was already ended counts as served.
+    /// Starts a client of the control daemon in the pipe directory of host.conf, and waits until it is served. The client also
+    /// counts as served if its GPU work was already ended.
     pub(crate) fn served(&self, command: &mut Command) -> Client {
         let mut client = Client::start(command);
         let (pipe, pid) = (self.pipe(), client.id().to_string());

@@ -1,5 +1,5 @@
-//! Clients of two tenants on one GPU: a victim in a long CUDA kernel, whose GPU work a test ends, and a bystander, which must
-//! survive.
+//! Clients of two tenants on one GPU: a victim in a long CUDA kernel, and a bystander. A test ends the victim's GPU work, and
+//! the bystander must survive.
 
 use std::io::Read;
 use std::path::PathBuf;

@@ -48,7 +48,7 @@ impl Host {
         Self { root: root.into() }
     }
 
-    /// Returns the simulated host whose directory the environment variable [`ENV`] names.
+    /// Returns the simulated host in the directory that the environment variable [`ENV`] names.
     ///
     /// # Errors
     /// [`ENV`] is not set, or names no directory.

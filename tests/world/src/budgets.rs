@@ -148,8 +148,8 @@ impl World {
         self.keep_kernel_limits();
     }
 
-    /// The log of a control daemon has named new clients. So the service soon lists the clients of each GPU whose budgets it
-    /// watches.
+    /// The log of a control daemon has named new clients. So the service soon lists the clients of each GPU on which it watches
+    /// budgets.
     pub(crate) fn budgets_hear_of_clients(&mut self) {
         let now = self.now;
         for watched in self.service.iter_mut().flat_map(|service| service.budgets.values_mut()) {

@@ -77,11 +77,11 @@ pub(crate) struct RequestState {
     /// The clients in `wanted` that were at work when their control daemon last listed its clients, by the PID of the control
     /// daemon.
     pub(crate) at_work: BTreeMap<u32, BTreeSet<SimProcess>>,
-    /// The PIDs of the control daemons whose last list of clients lacked a client.
+    /// The PIDs of the control daemons that left out a client in their last list of clients.
     pub(crate) has_left_out: BTreeSet<u32>,
     pub(crate) found: BTreeSet<SimProcess>,
     pub(crate) ended: BTreeSet<SimProcess>,
-    /// The clients whose work may have ended: the control daemon's answer got lost.
+    /// The work of these clients may have ended: the control daemon's answer got lost.
     pub(crate) lost: BTreeSet<SimProcess>,
     /// The number of fatal GPU errors of each control daemon when it last reported a server's status, by the PID of the control
     /// daemon.

@@ -173,7 +173,7 @@ struct Service {
     ending: Option<Ending>,
     /// The control daemons that had clients when MPS was disabled, and that run on for these clients.
     spared: BTreeSet<DaemonId>,
-    /// The control daemons whose last order does not let the service set compute modes.
+    /// The last order of each of these control daemons does not let the service set compute modes.
     without_modes: BTreeSet<DaemonId>,
     /// The control daemons that the service has tried to end without success since it was asked to end.
     not_ended: BTreeSet<DaemonId>,
@@ -205,11 +205,11 @@ pub struct World {
     state_file: StateFile,
     /// The drained slices. The state file records them, so they survive the end of the service.
     drained: Arc<Mutex<SimDrained>>,
-    /// The slices whose links the service could not remove when an administrator drained the slices. The service has named
+    /// The slices with links that the service could not remove when an administrator drained the slices. The service has named
     /// these slices in its answer, so the checks allow their links.
     stuck: BTreeSet<String>,
     ways: Ways,
-    /// The slices in whose directories a user has changed the link to the control daemon.
+    /// A user has changed the link to the control daemon in the directories of these slices.
     meddled: BTreeSet<String>,
     /// The control groups that are bound to slices. The state file records the bindings, so they survive the end of the
     /// service.
@@ -226,8 +226,8 @@ pub struct World {
     is_disk_full: bool,
     /// The number of acts about each control daemon since time last passed or an event from outside happened.
     in_a_row: BTreeMap<DaemonId, usize>,
-    /// The GPUs whose compute mode the service could not restore, or another program has changed. The checks of compute modes
-    /// skip them.
+    /// The GPUs with a compute mode that the service could not restore, or that another program has changed. The checks of
+    /// compute modes skip these GPUs.
     strange: BTreeSet<String>,
     /// The number of acts that the service has begun in this history.
     acts: usize,

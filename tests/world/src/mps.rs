@@ -70,7 +70,7 @@ pub(crate) enum Later {
     IsNoted(u32, i32),
 }
 
-/// A client whose work the service has ended, with the facts that show if the service was allowed to end the work.
+/// A client after the service has ended its work, with the facts that show if the service was allowed to end the work.
 #[derive(Debug)]
 pub(crate) struct Hurt {
     pub(crate) is_hit: bool,
@@ -107,7 +107,7 @@ pub struct Mps {
     pub server_comes_in: Duration,
     /// The GPUs of the host about which the service can't ask NVML.
     pub(crate) out_of_reach: BTreeSet<String>,
-    /// The GPUs of the host whose compute mode is the mode that this control daemon needs.
+    /// The GPUs of the host in the compute mode that this control daemon needs.
     pub with_our_mode: BTreeSet<String>,
     /// True if the driver does not report the status of servers.
     pub is_old: bool,
@@ -130,7 +130,8 @@ pub struct Mps {
     pub(crate) read_until: usize,
     pub(crate) hits: BTreeSet<Hit>,
     pub(crate) hit_processes: BTreeMap<u32, ProcessId>,
-    /// The hits that a service has reported and whose fatal GPU error is over. No later service may report these hits again.
+    /// The hits by fatal GPU errors that are over. A service has reported these hits, and no later service may report them
+    /// again.
     pub(crate) over: BTreeSet<Hit>,
     later: Vec<(Duration, Later)>,
     pub(crate) came: u32,

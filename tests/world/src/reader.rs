@@ -64,7 +64,7 @@ pub struct Reader {
     /// An earlier service has reported the log lines before this index. This service reads these lines again, but does not
     /// report them again.
     pub(crate) quiet_until: usize,
-    /// The PIDs of the servers whose end the service waits for.
+    /// The service waits for the end of the servers with these PIDs.
     pub(crate) watched: BTreeSet<u32>,
     pub(crate) ended: VecDeque<u32>,
     /// The requests of administrators that the service has not taken yet, each with its time.

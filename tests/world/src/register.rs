@@ -53,7 +53,7 @@ impl Mps {
     }
 
     /// Checks the promise `everybody-is-known`: after a time without events the register has exactly the clients of the control
-    /// daemon, even clients whose log lines were lost.
+    /// daemon, even if log lines of clients were lost.
     pub(crate) fn check_all_clients_are_known(&self) {
         let known: BTreeSet<ProcessId> =
             self.reader.clients.register.served().into_iter().map(|(_, process, _)| process).collect();

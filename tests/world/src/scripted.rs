@@ -91,9 +91,9 @@ pub struct Seen {
     pub daemons: BTreeMap<String, SeenDaemon>,
     /// The GPUs that the service publishes as served, each with the thread percentage in force.
     pub served: BTreeMap<&'static str, u8>,
-    /// The slices whose directory has a link to a running control daemon, each with the id of the control daemon.
+    /// The slices with a link in their directory to a running control daemon, each with the id of the control daemon.
     pub ways: BTreeMap<String, String>,
-    /// The clients whose processes run, each with its GPU. A client that has lost its work to a fatal GPU error counts, too.
+    /// The clients with a running process, each with its GPU. A client that has lost its work to a fatal GPU error counts, too.
     pub clients: BTreeMap<ClientNumber, &'static str>,
     /// The clients that the service has ever reported as hit by a fatal GPU error.
     pub told: BTreeSet<ClientNumber>,

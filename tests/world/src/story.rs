@@ -63,9 +63,9 @@ pub struct Stage {
     pub gone: BTreeSet<u32>,
     /// The GPUs about which NVML can't answer, each with the reason.
     pub lost: BTreeMap<String, String>,
-    /// The GPUs whose processes NVML does not list, each with the reason.
+    /// The GPUs for which NVML does not list the processes, each with the reason.
     pub unlisted: BTreeMap<String, String>,
-    /// The GPUs whose compute mode NVML can't set, each with the reason.
+    /// The GPUs for which NVML can't set the compute mode, each with the reason.
     pub refuses: BTreeMap<String, String>,
     /// The processes on each GPU that are neither servers nor clients of the control daemon.
     pub processes: BTreeMap<String, Vec<GpuProcess>>,
@@ -419,12 +419,12 @@ impl Story {
         format!("{state:?}, {serves}: {reason}").trim_end_matches(": ").to_owned()
     }
 
-    /// Counts the service's questions and acts whose name begins with `name`, since the last call of `forget`.
+    /// Counts the service's questions and acts with a name that begins with `name`, since the last call of `forget`.
     pub fn calls(&self, name: &str) -> usize {
         self.times(name).len()
     }
 
-    /// Returns the times in milliseconds of the service's questions and acts whose name begins with `name`.
+    /// Returns the times in milliseconds of the service's questions and acts with a name that begins with `name`.
     pub fn times(&self, name: &str) -> Vec<u128> {
         let host = self.host();
         let calls = host.stage.calls.iter().filter(|(_, call)| call.starts_with(name));

@@ -74,7 +74,7 @@ struct SimDirectories<'w> {
     /// The socket in the control daemon's directory: the PID of the control daemon, or [`WAITING`]. `None` if the directory has
     /// no socket.
     socket: Option<u32>,
-    /// The slice whose link can't be changed in this pass over the links.
+    /// The link of this slice can't be changed in this pass over the links.
     stuck: Option<String>,
 }
 
@@ -188,7 +188,7 @@ impl SimAdmission {
         if open.is_empty() { Ok(()) } else { Err(format!("{open:?} can't be changed")) }
     }
 
-    /// Returns the slices whose links point to the control daemon with this PID.
+    /// Returns the slices with a link to the control daemon with this PID.
     pub(crate) fn leading_to(&self, pid: u32) -> Vec<String> {
         let ways = self.ways.lock().unwrap();
         ways.iter().filter(|(_, leads)| **leads == pid).map(|(name, _)| name.clone()).collect()

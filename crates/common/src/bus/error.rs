@@ -7,7 +7,7 @@ use zbus::names::ErrorName;
 pub use crate::published::request_error::RequestError;
 use crate::text::clean;
 
-// zbus can derive `DBusError` only for an enum whose D-Bus names have one prefix. The name of `AccessDenied` has another
+// zbus can derive `DBusError` for an enum only if all its D-Bus names have one prefix. The name of `AccessDenied` has another
 // prefix.
 impl DBusError for RequestError {
     fn create_reply(&self, call: &Header<'_>) -> zbus::Result<Message> {

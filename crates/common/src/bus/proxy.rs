@@ -1,5 +1,5 @@
-//! The connection of yunion-mpsctl to the service. The methods return rows, whose fields are the keys of the D-Bus
-//! dictionaries. So no other module needs D-Bus types.
+//! The connection of yunion-mpsctl to the service. The methods return rows. The fields of the rows are the keys of
+//! the D-Bus dictionaries. So no other module needs D-Bus types.
 
 use std::collections::HashMap;
 use std::io;

@@ -28,7 +28,7 @@ use crate::published::events;
 use crate::published::snapshot::{GpuView, Snapshot, State};
 use crate::text::clean;
 
-/// A D-Bus dictionary (`a{sv}`). A key whose value is not known is absent.
+/// A D-Bus dictionary (`a{sv}`). A key without a known value is absent.
 pub type Dict = BTreeMap<&'static str, Variant<'static>>;
 
 /// A struct that is a dictionary on the bus. Serde writes the struct to the D-Bus message directly, without building a

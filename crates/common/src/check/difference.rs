@@ -313,7 +313,7 @@ fn ordered(planned: &ControlDaemonPlan, published: &Published) -> bool {
 }
 
 /// True if the planned control daemon has another pipe directory than the running control daemon. Then new clients do not find
-/// the running control daemon, whose clients have to end first.
+/// the running control daemon. The clients of the running control daemon have to end first.
 fn moves(planned: &ControlDaemonPlan, daemon: &rows::ControlDaemon) -> bool {
     planned.pipe_directory != Path::new(&daemon.pipe_directory)
 }

@@ -422,7 +422,7 @@ mod tests {
         assert_eq!(entries(text), [entry]);
     }
 
-    /// The first case is the example in the platform's documentation, whose keys have the wrong indentation.
+    /// The first case is the example in the platform's documentation. Its keys have the wrong indentation.
     #[test]
     fn a_key_of_an_entry_at_the_left_edge_is_named_with_its_line() {
         for (text, expected) in [

@@ -912,8 +912,8 @@ mod tests {
         "/[a-zA-Z0-9_é][a-zA-Z0-9_.,é$'-]{0,20}[a-z]".prop_map(PathBuf::from)
     }
 
-    /// A directory whose path can be written in both syntaxes of `host.conf`. In the older form # begins a comment even within
-    /// quotes, so the path has no #.
+    /// A directory with a path that can be written in both syntaxes of `host.conf`. In the older form # begins a comment even
+    /// within quotes, so the path has no #.
     fn any_directory() -> impl Strategy<Value = PathBuf> {
         "/[a-zA-Z0-9_é][a-zA-Z0-9_.:, é-]{0,20}[a-z]".prop_map(PathBuf::from)
     }

@@ -314,8 +314,9 @@ impl<'t> de::Visitor<'t> for NodeSeed<'_, 't> {
     }
 }
 
-/// Adds the pairs of a merge key `<<`, whose value has one or several mappings. As in the host agent's parser, the merged pairs
-/// count at the place of the merge key. So a later key overrides a merged pair, and a merged pair overrides an earlier key.
+/// Adds the pairs of a merge key `<<`. The value of this key has one or several mappings. As in the host agent's parser, the
+/// merged pairs count at the place of the merge key. So a later key overrides a merged pair, and a merged pair overrides an
+/// earlier key.
 fn merge<'t>(pairs: &mut Vec<(Pair<'t>, bool)>, value: Value<'t>) -> Result<(), &'static str> {
     match value {
         Value::Map(merged) => pairs.extend(merged.into_iter().map(|pair| (pair, true))),

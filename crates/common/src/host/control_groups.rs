@@ -91,8 +91,8 @@ pub fn use_of(group: &ControlGroup) -> GroupUse {
         Ok(found) if found == *group => GroupUse::Used,
         Err(error) if error.kind() != io::ErrorKind::NotFound => GroupUse::Used,
         // The container's control group was removed, but its pod may still run, and the kubelet may start the container again.
-        // Each pod has a process of its own, which runs until the pod ends. So a pod whose control group has a process still
-        // runs.
+        // Each pod has a process of its own, which runs until the pod ends. So if a pod's control group has a process, the
+        // pod still runs.
         Ok(_) | Err(_) => match pod_of(&group.path) {
             Some(pod) if find(pod).is_ok() && !is_empty(pod) => GroupUse::PodGoesOn,
             _ => GroupUse::Gone,

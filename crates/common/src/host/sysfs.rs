@@ -61,7 +61,7 @@ fn driver(directory: &Path) -> Option<String> {
     Some(target.file_name()?.to_str()?.to_owned())
 }
 
-/// The device node in /dev/dri whose name begins with `prefix`. If several names do, the node with the lowest number.
+/// The device node in /dev/dri with a name that begins with `prefix`. If several names do, the node with the lowest number.
 fn node(drm: &Path, prefix: &str) -> Option<PathBuf> {
     let numbers = fs::read_dir(drm).ok()?.flatten().filter_map(|entry| {
         let name = entry.file_name();

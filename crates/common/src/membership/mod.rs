@@ -384,8 +384,8 @@ fn bound(binding: &Binding) -> Membership {
     Membership { slices: binding.slices.iter().copied().map(DeviceName::Slice).collect(), known_by }
 }
 
-/// The ancestors of a process, beginning with its parent. The list ends before an ancestor whose PID may belong to another
-/// process by now.
+/// The ancestors of a process, beginning with its parent. The list ends before an ancestor if the ancestor's PID may belong
+/// to another process by now.
 fn ancestors(pid: u32) -> impl Iterator<Item = u32> {
     let parent = |child: &proc::Stat| {
         let parent = proc::stat(child.parent).ok()?;
@@ -440,7 +440,7 @@ fn slice_with_directory(path: &Path) -> Option<SliceId> {
     SliceId::with_directory_name(path.strip_prefix(DIRECTORIES).ok()?.to_str()?)
 }
 
-/// The slice whose directory this environment names as the pipe directory.
+/// The slice with the directory that this environment names as the pipe directory.
 fn connected(environment: &[u8], pipe_directories: &BTreeSet<PathBuf>) -> Option<SliceId> {
     let directory = Path::new(OsStr::from_bytes(proc::variable(environment, PIPE_DIRECTORY_VARIABLE)?));
     let inside = |pipe: &PathBuf| directory.strip_prefix(pipe).ok();

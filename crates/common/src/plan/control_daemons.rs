@@ -64,8 +64,8 @@ impl ControlDaemonPlan {
         its.filter_map(|gpu| Some((gpu.uuid.clone(), gpu.id?.to_string()))).collect()
     }
 
-    /// The UUIDs of the GPUs whose slices do not have their planned limits or directories until the control daemon has carried
-    /// out this plan. `before` is the plan that the control daemon has carried out last.
+    /// The UUIDs of the GPUs with slices that do not have their planned limits or directories until the control daemon has
+    /// carried out this plan. `before` is the plan that the control daemon has carried out last.
     pub fn to_be_set_since<'a>(&'a self, before: &'a Self) -> impl Iterator<Item = &'a str> {
         let waits = |gpu: &&ServedGpu| {
             let Some(known) = before.gpus.iter().find(|known| known.uuid == gpu.uuid) else { return true };
@@ -292,7 +292,8 @@ pub(super) fn each_writes_a_log(
     if problems.is_empty() { Ok(()) } else { Err(PlanError::Problems(problems)) }
 }
 
-/// Adds a warning for slices whose limits are smaller than the control daemon's defaults, which are those of its largest slice.
+/// Adds a warning for slices with smaller limits than the control daemon's defaults. The defaults are the limits of the control
+/// daemon's largest slice.
 pub(super) fn warn_of_loose_defaults(gpus: &mut [GpuPlan], control_daemons: &[ControlDaemonPlan]) {
     for control_daemon in control_daemons {
         let holder = match control_daemon.id {

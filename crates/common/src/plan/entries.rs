@@ -310,7 +310,7 @@ mod tests {
         other.gpus.push(gpu("1b:00.0", 140, "GPU-9", 122_880, (9, 0)));
         let after = plan_after(&settings, &other, &before.gpus).unwrap();
         assert_eq!((after.gpus.len(), after.missing.len()), (1, 1));
-        // A GPU whose render node has disappeared stays in the plan, since the former plan has the GPU's address.
+        // A GPU stays in the plan after its render node has disappeared, since the former plan has the GPU's address.
         let mut renamed = h200s();
         renamed.gpus[1].pci.render_node = None;
         let after = plan_after(&settings, &renamed, &before.gpus).unwrap();

@@ -24,7 +24,7 @@ pub(super) fn no_entries() -> Settings {
     Settings { enabled: true, sources: vec!["/etc/yunion/host.conf".into()], ..Settings::default() }
 }
 
-/// Settings whose device file has these entries, one on each line from line 2 on. An entry is a path and a number of slices.
+/// Settings with these entries in the device file, one on each line from line 2 on. An entry is a path and a number of slices.
 pub(super) fn with(entries: Vec<(DevicePath, u32)>) -> Settings {
     let mut settings = no_entries();
     for (line, (path, slices)) in (2..).zip(entries) {
@@ -128,7 +128,7 @@ pub(super) fn without_driver(mut inventory: Inventory) -> Inventory {
     inventory
 }
 
-/// The entries whose GPUs are missing, if the host has none of the configured GPUs. For each entry: true if the host certainly
+/// The entries with missing GPUs, if the host has none of the configured GPUs. For each entry: true if the host certainly
 /// lacks the GPU, and the text of the problem.
 pub(super) fn missing(settings: &Settings, inventory: &Inventory) -> Vec<(bool, String)> {
     match plan(settings, inventory) {

@@ -300,7 +300,7 @@ mod tests {
     use crate::published::samples::{gpu, snapshot};
     use mps_core::bindings::{Bindings, BoundBy};
 
-    /// The settings for a program whose control group is unknown, on a host without bindings.
+    /// The settings for a program with an unknown control group, on a host without bindings.
     fn container_config(snapshot: &Snapshot, names: &[&str]) -> Result<ContainerConfig, RequestError> {
         let names: Vec<String> = names.iter().map(|name| (*name).to_owned()).collect();
         let asker = Asker { control_group: None, by: BoundBy::Platform, shares: false };

@@ -19,7 +19,7 @@ pub struct Event {
     /// For a request to end GPU work: the PID, the container or the slices that the request has named. Empty for every other
     /// event.
     pub ended_for: Vec<String>,
-    /// For a request to end GPU work: the clients whose work has ended, in words. Empty for every other event.
+    /// For a request to end GPU work: the clients with the work that has ended, in words. Empty for every other event.
     pub ended_clients: String,
 }
 

@@ -193,8 +193,8 @@ mod tests {
     use super::*;
     use crate::published::samples::{gpu, snapshot};
 
-    /// A host with a Tesla P40, whose clients can't be counted, and an H200 with at most two clients in each slice. Each GPU
-    /// has two slices.
+    /// A host with a Tesla P40 and an H200. The clients of the Tesla P40 can't be counted. The H200 has at most two clients in
+    /// each slice. Each GPU has two slices.
     fn host(change: impl Fn(&mut GpuView)) -> Snapshot {
         let host = [("00:06.0", "GPU-06", "Tesla P40"), ("00:07.0", "GPU-07", "NVIDIA H200")];
         let gpus = host.map(|(address, uuid, name)| {
@@ -260,7 +260,7 @@ mod tests {
             (&[(p40, "00:06.0-0"), (p40, "00:06.0-1"), (h200, "00:07.0-0")], "00:07.0-1"),
             // A client that waits for a server has a slice, but no GPU yet.
             (&[("", "00:06.0-0"), ("", "00:07.0-1"), ("", "00:07.0-1")], "00:06.0-1"),
-            // A client whose slice is not known counts for its GPU.
+            // A client without a known slice counts for its GPU.
             (&[(p40, "")], "00:07.0-0"),
             (&[(p40, "00:06.0-0 00:07.0-1"), (p40, "00:06.0-1"), (h200, "00:07.0-0")], "00:07.0-1"),
         ] {

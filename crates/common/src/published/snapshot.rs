@@ -81,8 +81,8 @@ pub struct GpuView {
     pub confirmed_memory_limit_mib: Option<u64>,
     pub drained: BTreeSet<u32>,
     pub bound: BTreeMap<u32, BoundSlice>,
-    /// The slices whose memory limit the kernel should enforce, by ordinal. The error is the reason why the kernel does not
-    /// enforce the limit.
+    /// The slices with a memory limit that the kernel should enforce, by ordinal. The error is the reason why the kernel does
+    /// not enforce the limit.
     pub kernel_limits: BTreeMap<u32, Result<(), String>>,
     /// The slices with their own control daemon that can take no more clients, by ordinal, with the reason in words.
     pub full: BTreeMap<u32, String>,

@@ -33,8 +33,8 @@ pub struct Linked<D> {
     /// True if the control daemon makes its socket in another directory, and the pipe directory has a link to the socket. False
     /// if the socket itself is in the pipe directory.
     pub has_link: bool,
-    /// The directory that contains the slices' directories, whose links point to the control daemon. None if slices have no
-    /// directories.
+    /// The directory that contains the slices' directories. The links in the slices' directories point to the control daemon.
+    /// None if slices have no directories.
     pub slices_in: Option<D>,
     pub gpus: BTreeSet<GpuUuid>,
 }

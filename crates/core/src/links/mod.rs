@@ -248,8 +248,8 @@ impl<D: Clone + PartialEq> Links<D> {
         (core::mem::take(&mut self.renewed), core::mem::take(&mut self.stuck))
     }
 
-    /// The directory that contains the slices' directories, whose links point to the control daemon. None if slices have no
-    /// directories, or if no control daemon runs.
+    /// The directory that contains the slices' directories. The links in the slices' directories point to the control daemon.
+    /// None if slices have no directories, or if no control daemon runs.
     pub fn slices_in(&self) -> Option<D> {
         let running = self.running.as_ref()?;
         match &self.wanted {

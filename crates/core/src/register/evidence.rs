@@ -105,7 +105,7 @@ pub struct Evidence {
     /// The slices from the nearest binding of the process's control group. Root or the host agent's records have caused the
     /// binding. None without a binding.
     pub bound: Option<Membership>,
-    /// The slices whose directories are mounted in the process's container. The list may be empty. None if the mounts prove
+    /// The slices with directories that are mounted in the process's container. The list may be empty. None if the mounts prove
     /// nothing, since the process runs on the host or sees a whole pipe directory.
     pub mounted: Option<Vec<SliceId>>,
     pub recorded: Vec<DeviceName>,

@@ -31,8 +31,8 @@ const KEPT: usize = 1024;
 /// The most clients in the register. Sixteen GPUs with a control daemon for each slice have fewer clients.
 const MOST: usize = 8 * KEPT;
 
-/// A process whose slice is not known with certainty is examined again after this time. At the last examination the directory
-/// of its slice may have been missing, or its container may not have been recorded yet.
+/// If the slice of a process is not known with certainty, the process is examined again after this time. At the last
+/// examination the directory of its slice may have been missing, or its container may not have been recorded yet.
 const AGAIN: Duration = Duration::from_secs(60);
 
 /// The time for which the register has a client that the control daemon's log names and the control daemon itself does not

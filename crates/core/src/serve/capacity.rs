@@ -40,7 +40,7 @@ pub(super) struct Capacity {
     counted: usize,
     /// The full GPUs by UUID, each with the number of clients that it can have.
     full: BTreeMap<String, u32>,
-    /// The number of client processes on each GPU whose clients NVML does not list, by UUID.
+    /// NVML does not list the clients of these GPUs. The key is the UUID, and the value is the number of client processes.
     unlisted: BTreeMap<String, u32>,
     pub(super) due: Option<CoreTime>,
 }
@@ -101,7 +101,7 @@ impl Capacity {
         self.full.get(uuid).map(describe).unwrap_or_default()
     }
 
-    /// The number of clients at the last count, on a GPU whose clients NVML does not list. None before the first count.
+    /// The number of clients at the last count, if NVML does not list the clients of this GPU. None before the first count.
     pub(super) fn unlisted(&self, uuid: &str) -> Option<u32> {
         self.unlisted.get(uuid).copied()
     }

@@ -93,9 +93,9 @@ pub fn next_step(server: ServerStatus, age: Duration, grace: Duration) -> HealSt
     }
 }
 
-/// Returns whether a fault is over, for a driver whose control daemon can't report the status of a server. The fault is over
-/// once no client in `hit` runs any more. None if the log may not have named the hit clients yet. The server must not be ended
-/// in this case, since it may have recovered and may have other clients.
+/// Returns whether a fault is over, if the driver's control daemon can't report the status of a server. The fault is over once
+/// no client in `hit` runs any more. None if the log may not have named the hit clients yet. The server must not be ended in
+/// this case, since it may have recovered and may have other clients.
 pub fn is_over(hit: &BTreeSet<u32>, is_left: impl Fn(u32) -> bool, age: Duration) -> Option<bool> {
     if hit.is_empty() && age < NAMES_TIMEOUT {
         return None;

@@ -83,7 +83,7 @@ pub struct GpuReach {
     /// changed the mode.
     had_our_mode: BTreeSet<GpuUuid>,
     processes: ProcessesOnGpus,
-    /// The GPUs whose processes NVML did not list at the last reading. Their last known processes still count.
+    /// NVML did not list the processes of these GPUs at the last reading. The last known processes of these GPUs still count.
     unlisted: BTreeSet<GpuUuid>,
     bypasses: Bypasses,
 }
@@ -184,7 +184,7 @@ impl GpuReach {
         shell.tell(news, text);
     }
 
-    /// Sets the compute mode of each GPU in service. A GPU whose mode can't be set is taken out of service.
+    /// Sets the compute mode of each GPU in service. If the mode of a GPU can't be set, the GPU is taken out of service.
     pub(super) async fn take_modes(&mut self, shell: &mut impl GpuShell, wanted: &Wanted) {
         for gpu in self.gpus(wanted) {
             if let Err(refused) = self.take_mode(shell, wanted, &gpu).await {
@@ -241,9 +241,9 @@ impl GpuReach {
         }
     }
 
-    /// Searches these processes for bypasses: processes that are neither servers nor clients of the control daemon. On a GPU
-    /// whose processes NVML does not list, the confirmed bypasses of the last search stay. Returns the moment from which the
-    /// next search can confirm a bypass.
+    /// Searches these processes for bypasses: processes that are neither servers nor clients of the control daemon. If NVML
+    /// does not list the processes of a GPU, the confirmed bypasses of the last search stay on this GPU. Returns the moment
+    /// from which the next search can confirm a bypass.
     pub(super) fn find_bypasses(
         &mut self,
         shell: &mut impl GpuShell,

@@ -212,10 +212,10 @@ impl<S: Shell> Serving<'_, S> {
         Ok(())
     }
 
-    /// Ends a faulted server whose clients have lost their work. Returns true if the control daemon was asked to end the
-    /// server. Before the caller closed the door (see `door.rs`), the server may have recovered, taken other clients, and met
-    /// another error that is missing from the log. The service therefore asks for the server's status last, while the door is
-    /// closed: a faulted server takes no client, and a server that recovers now gets no client.
+    /// Ends a faulted server. The server's clients have lost their work. Returns true if the control daemon was asked to end
+    /// the server. Before the caller closed the door (see `door.rs`), the server may have recovered, taken other clients, and
+    /// met another error that is missing from the log. The service therefore asks for the server's status last, while the door
+    /// is closed: a faulted server takes no client, and a server that recovers now gets no client.
     async fn end_faulted(
         &mut self,
         known: &Fault,

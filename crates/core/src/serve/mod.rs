@@ -106,7 +106,7 @@ pub struct Known {
     gpus: Vec<GpuUuid>,
     multiuser: bool,
     servers: Servers,
-    /// The servers whose end the shell reports as an [`Occurrence`].
+    /// The shell reports the end of these servers as an [`Occurrence`].
     watched_servers: BTreeSet<u32>,
     /// The watched server that has ended last, if the log has not reported its end.
     last_gone: Option<u32>,

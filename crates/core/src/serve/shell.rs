@@ -219,8 +219,8 @@ pub trait Shell: GpuShell {
     /// Makes the links again that other programs have removed or replaced. Returns the reason if a link can't be made.
     fn keep_links(&mut self) -> Option<String>;
 
-    /// Makes the links point to the waiting socket, so that new programs wait. Programs can still reach a control daemon whose
-    /// socket is in the pipe directory itself.
+    /// Makes the links point to the waiting socket, so that new programs wait. If the control daemon's socket is in the pipe
+    /// directory itself, programs can still reach the control daemon.
     ///
     /// # Errors
     /// The links that still point to the control daemon, in words.

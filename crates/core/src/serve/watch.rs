@@ -48,7 +48,7 @@ enum Task {
     EndIfIdle,
 }
 
-/// The task that is due first, and its time. A task whose time is None is not due.
+/// The task that is due first, and its time. A task with the time None is not due.
 fn first(check: CoreTime, others: &[(Option<CoreTime>, Task)]) -> (CoreTime, Task) {
     let wanted = others.iter().filter_map(|(at, task)| Some(((*at)?, *task)));
     wanted.fold((check, Task::Check), Ord::min)

@@ -35,8 +35,8 @@ fn servers_of<C>(listed: &[(C, DaemonClients)], pid: u32) -> impl Iterator<Item 
 /// that could not be ended, so that no attempt is repeated without need. `H` is a handle of a process.
 #[derive(Debug)]
 pub struct Enforcer<H> {
-    /// The processes whose work was ended, by PID, with the connections that they had at that time. The handle shows if the PID
-    /// still belongs to the same process.
+    /// The work of these processes was ended. The key is the PID. The value has the connections that the process had at that
+    /// time, and a handle. The handle shows if the PID still belongs to the same process.
     ended: BTreeMap<u32, (H, Connections)>,
     /// The processes, by PID, that may have lost work, since a control daemon did not answer. While a process in this map
     /// lives, the service ends its work before the work of other clients.
@@ -83,8 +83,8 @@ impl<H: Clone> Enforcer<H> {
     }
 
     /// The next client to end, with its slice. The service skips a member without a connection, and a member that was ended and
-    /// has no new connection. It also skips a member whose PID belongs to another process now. A member that could not be ended
-    /// recently is skipped too, so that the next newest member is chosen.
+    /// has no new connection. It also skips a member if the member's PID belongs to another process now. A member that could
+    /// not be ended recently is skipped too, so that the next newest member is chosen.
     fn next<S: ClientShell<Held = H>, T>(
         &self,
         shell: &S,

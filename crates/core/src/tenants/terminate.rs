@@ -30,8 +30,8 @@ type AtServer = (u32, u32);
 /// [`Termination::out_of_time`].
 pub struct Termination<T: TerminationShell> {
     target: Target,
-    /// The processes whose work was ended, by server and client, with the connections that they had at that time. The handle
-    /// shows if the PID still belongs to the same process.
+    /// The work of these processes was ended. The key has the server and the client. The value has the connections that the
+    /// process had at that time, and a handle. The handle shows if the PID still belongs to the same process.
     ended: BTreeMap<AtServer, (T::Held, Connections)>,
     had_work: Vec<T::Owner>,
     /// The clients that the request means and that have work, or may have work. The key has the server and the client, and the
@@ -147,7 +147,7 @@ impl<T: TerminationShell> Termination<T> {
         }
     }
 
-    /// The clients whose work the request has ended, as they were described before the end.
+    /// The clients that have lost their work through the request, as they were described before the end.
     pub fn had_work(self) -> Vec<T::Owner> {
         self.had_work
     }

@@ -37,7 +37,7 @@ pub trait TerminationShell: ClientShell {
     /// The request begins another search through all processes, so the shell must examine the processes anew.
     fn begin_look(&mut self);
 
-    /// The user ids of a process: its real user, and each user whose rights the process has.
+    /// The user ids of a process: the id of its real user, and each user id that gives rights to the process.
     fn users(&mut self, pid: u32) -> impl Future<Output = Result<Vec<u32>, String>> + Send;
 
     /// The slices that a process is known to have. None if they are not known.

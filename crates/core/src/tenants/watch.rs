@@ -77,7 +77,7 @@ pub struct Look<T> {
     /// The use of each slice, by ordinal, and a text about its overuse. The text is empty while no overuse is shown.
     pub uses: Vec<(InUse, String)>,
     pub news: Vec<OveruseNews>,
-    /// The slices that are over their budgets and whose clients may be ended.
+    /// These slices are over their budgets, and their clients may be ended.
     pub over: Vec<OverBudget<T>>,
     /// True if an attempt to end clients of the slices in `over` begins now. The caller must report its result to
     /// [`BudgetWatch::has_attempted`].
@@ -219,8 +219,8 @@ impl BudgetWatch {
         (has_come || self.is_busy || self.slices.values().any(is_shown)).then(|| now + PERIOD)
     }
 
-    /// Decides the consequences of a reading. `found` has all clients on the GPU. A client whose slice is not known is in
-    /// `found` and not in `members`. `runs` returns whether a process from an earlier reading may still exist.
+    /// Decides the consequences of a reading. `found` has all clients on the GPU. A client without a known slice is in `found`
+    /// and not in `members`. `runs` returns whether a process from an earlier reading may still exist.
     pub fn decide<T: PartialEq>(
         &mut self,
         found: &[ProcessId],

@@ -10,7 +10,8 @@ fn silent() -> Option<Failure> {
     Some(Failure::Silent("no answer".to_owned()))
 }
 
-/// Returns a story whose control daemon has served for a second. The story has forgotten the calls and messages of this time.
+/// Returns a story with a control daemon that has served for a second. The story has forgotten the calls and messages of this
+/// time.
 fn served(gpus: &[&str]) -> Story {
     let mut story = Story::with_gpus(gpus);
     story.served(1000);

@@ -150,7 +150,7 @@ impl Scope {
         Self { all: false, slices }
     }
 
-    /// Finds a control daemon of the drained slices whose pipe directory contains its socket itself, and not a link that the
+    /// Finds a control daemon of the drained slices with the socket itself in its pipe directory, and not a link that the
     /// service can remove. Returns this pipe directory: a program that can reach the directory can start new clients in spite
     /// of the drain.
     fn open_directory<'a>(&self, control_daemons: &'a [Listed<ControlDaemon>]) -> Option<&'a str> {
@@ -178,8 +178,8 @@ impl Scope {
         self.all || says_no_slice || known.any(|(_, is_drained)| *is_drained)
     }
 
-    /// True if the client bypasses MPS on a GPU whose slices are all drained. The drain reports this client, but does not wait
-    /// for its end.
+    /// True if the client bypasses MPS on a GPU, and all slices of this GPU are drained. The drain reports this client, but
+    /// does not wait for its end.
     fn bypasses(&self, client: &Client) -> bool {
         let mut its = self.slices.iter().filter(|(slice, _)| is_on(client, slice)).peekable();
         client.bypass && (self.all || its.peek().is_some() && its.all(|(_, is_drained)| *is_drained))

@@ -279,8 +279,8 @@ async fn terminate_clients(command: ProcessGroup) -> Result<(), BusError> {
     result
 }
 
-/// True if the process is `root`, a descendant of `root`, or in the session of `root`. A process whose parent has ended is no
-/// descendant any more, but is still in the session.
+/// True if the process is `root`, a descendant of `root`, or in the session of `root`. After the parent of a process has
+/// ended, the process is no descendant any more, but is still in the session.
 fn descends(mut pid: u32, root: u32) -> bool {
     // This loop reads the parents one after the other, and parents may change meanwhile. So the chain of parents may be a ring,
     // and the loop ends after 1000 steps.

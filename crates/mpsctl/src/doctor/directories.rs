@@ -93,7 +93,7 @@ fn closed(facts: &Facts) -> Outcome {
     Ok(findings)
 }
 
-/// Finds control daemons whose own sockets are not in a directory that only root can enter. A container that reaches these
+/// Finds control daemons with their own sockets outside a directory that only root can enter. A container that reaches these
 /// sockets and runs as root of the host can command the control daemon.
 fn private(facts: &Facts) -> Outcome {
     let planned = facts.plan().map(|plan| plan.control_daemons.as_slice()).unwrap_or_default();
@@ -196,8 +196,8 @@ fn judge_file_system(directory: &Path, system: &StatVfs) -> Option<Finding> {
     Some(error("file-system-full", &directory, found, remedy))
 }
 
-/// Finds control daemons whose socket was removed or replaced. A control daemon without its socket still runs, but new clients
-/// can't find it.
+/// Finds control daemons with a socket that was removed or replaced. A control daemon without its socket still runs, but new
+/// clients can't find it.
 fn sockets(facts: &Facts) -> Outcome {
     each(&facts.published()?.control_daemons, |daemon| {
         let serves = matches!(daemon.state.known()?, ControlDaemonState::Ready | ControlDaemonState::Waiting);

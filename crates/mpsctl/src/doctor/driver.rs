@@ -26,7 +26,7 @@ pub(super) const CHECKS: &[Check] = &[
 
 const PROGRAMS: [&str; 2] = [CONTROL, "nvidia-cuda-mps-server"];
 
-/// The PATH that systemd gives a service whose unit sets no PATH.
+/// The PATH that systemd gives a service if its unit sets no PATH.
 const DEFAULT_PATH: &str = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin";
 
 fn driver(facts: &Facts) -> Outcome {

@@ -146,8 +146,8 @@ fn warnings(facts: &Facts) -> Outcome {
     })
 }
 
-/// Finds GPUs whose slices together may use more threads than the GPU has. If each slice has its own control daemon, the slices
-/// take turns on the GPU, and the sum does not matter.
+/// Finds GPUs with slices that together may use more threads than the GPU has. If each slice has its own control daemon, the
+/// slices take turns on the GPU, and the sum does not matter.
 fn oversubscription(facts: &Facts) -> Outcome {
     each(planned(facts)?, |plan| {
         let sum: u32 = plan.sizes.iter().map(|size| u32::from(size.thread_percentage)).sum();

@@ -159,8 +159,8 @@ fn service(facts: &Facts) -> Outcome {
     )])
 }
 
-/// Finds slices whose memory limit the kernel should enforce for a control group, but does not enforce. This is no error, since
-/// the service watches the memory of each slice too.
+/// Finds slices with a memory limit that the kernel should enforce for a control group, but does not enforce. This is no error,
+/// since the service watches the memory of each slice too.
 fn kernel_limits(facts: &Facts) -> Outcome {
     let devices = facts.published()?.devices.as_deref().unwrap_or_default().iter();
     each(devices, |device| {

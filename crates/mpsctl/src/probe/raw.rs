@@ -11,7 +11,7 @@ use std::sync::Arc;
 use cudarc::driver::sys::{CUdevice_attribute, CUdeviceptr};
 use cudarc::driver::{CudaContext, DriverError, result};
 
-/// A block of GPU memory, whose content is never read.
+/// A block of GPU memory. Its content is never read.
 #[derive(Debug)]
 pub(super) struct Block {
     context: Arc<CudaContext>,

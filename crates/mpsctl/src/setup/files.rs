@@ -12,7 +12,7 @@ use common::text::printable;
 const DEVICE_FILE: &str = "/etc/yunion/host_container_device.yml";
 
 pub(super) struct Answers {
-    /// True if the host belongs to a Cloudpods platform, whose host agent reads the same files.
+    /// True if the host belongs to a Cloudpods platform. The platform's host agent reads the same files.
     pub(super) platform: bool,
     /// True if CUDA programs on the host should find the control daemon without any setting.
     by_itself: bool,

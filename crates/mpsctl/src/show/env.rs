@@ -38,7 +38,7 @@ pub(crate) enum EnvFormat {
 impl EnvFormat {
     /// The line that `env` prints instead of settings if `env` fails. `docker run $(yunion-mpsctl env ...) IMAGE` ignores the
     /// exit status of `env`, and would start a container without limits. So the line is an option or a device name that every
-    /// container engine refuses. None for the formats whose readers refuse an empty output.
+    /// container engine refuses. None if the readers of the format refuse an empty output.
     pub(crate) fn refused_line(self) -> Option<&'static str> {
         match self {
             Self::Shell => Some("false"),

@@ -18,8 +18,8 @@ const UNITS: [&str; 3] = ["bytes", "ratio", "seconds"];
 
 #[derive(Debug)]
 pub(super) struct Family {
-    /// The name of the metric without the prefix `yunion_mps_`. A metric whose name ends in `_total` is a counter, and every
-    /// other metric is a gauge. The name of a gauge with a unit ends in the unit.
+    /// The name of the metric without the prefix `yunion_mps_`. A metric with a name that ends in `_total` is a counter,
+    /// and every other metric is a gauge. The name of a gauge with a unit ends in the unit.
     pub(super) name: &'static str,
     pub(super) help: &'static str,
     pub(super) samples: Vec<(Labels, f64)>,

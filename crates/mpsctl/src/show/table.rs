@@ -17,11 +17,11 @@ const PLATFORM: &str = "||--+-++|    ++++++";
 /// The number of blanks between two columns without borders.
 const GAP: u16 = 2;
 
-/// The smallest width for the last column, whose long texts are wrapped. Other columns are omitted before the last column gets
-/// less width.
+/// The smallest width for the last column. The long texts of this column are wrapped. Other columns are omitted before the last
+/// column gets less width.
 const PROSE: usize = 24;
 
-/// The smallest width of a column whose texts are cut.
+/// The smallest width of a column with texts that are cut.
 const SHORTEST: usize = 12;
 
 const UNKNOWN: &str = "-";

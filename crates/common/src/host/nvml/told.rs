@@ -29,8 +29,8 @@ pub struct GpuQuestions {
 pub(crate) struct ToldByNvml {
     pub(crate) version: String,
     pub(crate) listed: Vec<Gpu>,
-    /// The GPUs on the PCI bus whose address NVML does not list. The value has the facts that NVML reports when it is asked for
-    /// this address, or the reason why NVML can't reach the GPU.
+    /// The GPUs on the PCI bus with an address that NVML does not list. The value has the facts that NVML reports when it is
+    /// asked for this address, or the reason why NVML can't reach the GPU.
     pub(crate) unlisted: BTreeMap<PciAddress, Result<NvmlFacts, Problem>>,
 }
 

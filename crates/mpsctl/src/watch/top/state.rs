@@ -72,7 +72,7 @@ pub(super) struct TopState {
     pub(super) client: Option<ClientId>,
     pub(super) sort_slices: Sort,
     pub(super) sort_clients: Sort,
-    /// The question on the screen: the client whose GPU work would be ended, and the text. None if the screen has no question.
+    /// The question on the screen: the client that would lose its GPU work, and the text. None if the screen has no question.
     pub(super) question: Option<(ClientId, String)>,
     pub(super) ending: Option<u32>,
     pub(super) message: Option<String>,
