@@ -521,8 +521,7 @@ systemctl stop yunion-mps-daemon.service
 systemctl daemon-reload
 ";
 
-/// Returns the paths in a package's list of files, without directories and without files that have different paths in debs and
-/// rpms.
+/// Returns the sorted paths in a package's list of files, without directories.
 fn listed(names: &str) -> Vec<String> {
     let mut names: Vec<String> = names
         .lines()
