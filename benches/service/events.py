@@ -46,13 +46,6 @@ class Events:
                 raise Unable(f"waited in vain for {seconds} s; the last lines are: {said}")
             self.take(left)
 
-    def quiet(self, seconds, most=30):
-        """Waits until no source has said anything for this long."""
-        deadline = time.monotonic() + most
-        while self.take(seconds):
-            if time.monotonic() > deadline:
-                raise Unable(f"it was not quiet within {most} s")
-
     def take(self, seconds):
         """Waits for the next lines. False if none came."""
         ready = self.poll.poll(seconds * 1000)

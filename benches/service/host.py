@@ -171,20 +171,18 @@ class Host:
         shutil.rmtree(self.directory, ignore_errors=True)
 
     def processes(self, program):
-        """The PIDs of NVIDIA's programs on this host, without front ends, which have no option."""
+        """The PIDs and command lines of the processes of one of NVIDIA's programs on this host."""
         own = b"YUNION_MPS_SIM=" + os.fsencode(self.root) + b"\0"
-        found = []
-        for pid, words in process.marked(own):
-            front_end = program == "nvidia-cuda-mps-control" and not any(word in ("-f", "-d") for word in words)
-            if os.path.basename(words[0]) == program and not front_end:
-                found.append(pid)
-        return found
+        return [(pid, words) for pid, words in process.marked(own) if os.path.basename(words[0]) == program]
 
     def control_daemons(self):
-        return self.processes("nvidia-cuda-mps-control")
+        return [pid for pid, words in self.processes("nvidia-cuda-mps-control") if not is_front_end(words)]
+
+    def front_ends(self):
+        return [pid for pid, words in self.processes("nvidia-cuda-mps-control") if is_front_end(words)]
 
     def servers(self):
-        return self.processes("nvidia-cuda-mps-server")
+        return [pid for pid, _ in self.processes("nvidia-cuda-mps-server")]
 
     def cut_first_gpu(self, slices):
         """Changes the device file: the number of slices of the first GPU."""
@@ -266,7 +264,7 @@ class Service:
         """The warnings and errors of the service so far, as the end of a message."""
         while self.events.take(0):
             pass
-        lines = [event.text for event in self.events.all if re.match(r"\s*(WARN|ERROR)", event.text)]
+        lines = [event.text for event in self.events.all if re.match(r"(\S+ )?\s*(WARN|ERROR) ", event.text)]
         return "".join(f"\n  {line}" for line in lines)
 
     def check(self):
@@ -292,22 +290,31 @@ class Service:
             raise Unable("the client can't listen on the bus")
         self.events.add("bus", signals, stamped=True)
 
-    def rest(self):
-        """Waits until the service has nothing more to do after a start. Returns the number of events until then."""
-        self.events.quiet(self.host.tools.quiet)
-        if self.others:
-            self.wait_for_signal()
+    def rest(self, most=60):
+        """Waits until the service has nothing more to do after a start. Returns the number of events until then.
+
+        On a busy machine the service may have work and say nothing for long. So silence is not enough: the service, the bus
+        and the client must sleep, and no front end may run."""
+        deadline = time.monotonic() + most
+        while True:
+            before = self.asleep()
+            said = self.events.take(self.host.tools.quiet)
+            if before and not said and before == self.asleep():
+                break
+            if time.monotonic() > deadline:
+                raise Unable(f"the service was not at rest within {most} s")
+        states = [event for event in self.events.all if " State=" in event.text]
+        # There is no signal if the state was ready as soon as the service was on the bus.
+        if states and not is_served(states[-1]):
+            raise Unable(f"the service is at rest and not ready: {states[-1].text}")
         return len(self.events.all)
 
-    def wait_for_signal(self):
-        """Waits until D-Bus says that the service is ready, which READY=1 may say before."""
-        states = [event for event in self.events.all if " State=" in event.text]
-        try:
-            self.events.first(self.events.all.index(states[-1]) if states else 0, is_served, 10)
-        except Unable:
-            # There is no signal if the state was ready as soon as the service was on the bus.
-            if states:
-                raise
+    def asleep(self):
+        """How often each thread of the service, the bus and the client has begun to sleep. None unless all of them sleep."""
+        pids = [one.pid for one in (self.process, self.host.bus, *self.others)]
+        if self.host.front_ends() or not all(process.is_asleep(pid) for pid in pids):
+            return None
+        return [process.sleeps(pid) for pid in pids]
 
     def stop(self):
         """SIGTERM. Returns the nanoseconds until the service has ended. Fails if it did not serve until then, or left
@@ -322,6 +329,11 @@ class Service:
         if left:
             raise Unable(f"the service left control daemons running: {left}")
         return ended - start
+
+
+def is_front_end(words):
+    """A front end has no option, and a control daemon has one of these."""
+    return not any(word in ("-f", "-d") for word in words)
 
 
 def is_served(event):

@@ -145,6 +145,15 @@ def sleeps(pid):
     return counts
 
 
+def is_asleep(pid):
+    """False if a thread runs, or waits for a CPU or for a disk."""
+    try:
+        states = [pathlib.Path(f"/proc/{pid}/task/{thread}/status").read_text() for thread in threads(pid)]
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+    return all("\nState:\tS" in state for state in states)
+
+
 def status_kib(pid, key):
     """A value in KiB of /proc/PID/status, such as VmRSS."""
     return int(re.search(rf"^{key}:\s*(\d+) kB", pathlib.Path(f"/proc/{pid}/status").read_text(), re.M)[1])

@@ -1,11 +1,11 @@
 #!/usr/bin/env python3
 """Measures the service on simulated hosts: make bench. docs/benchmarks.md explains the rows.
 
-Variables: OUT (a folder for the results, target/bench), N (runs of each, 10), QUICK=1 (one run of each), BENCH_SECONDS
-(of idling, 60), ONLY (groups of rows, with commas), BASE (a revision to compare with), PEER (another daemon to compare
-with), PEER_READY (the text in that daemon's log with which it is ready, if it does not say READY=1), BINARIES (the folder
-of the programs, target/release), REAL=1 (this host's GPUs, in the place of a simulated host; their compute modes are left
-alone).
+Variables: OUT (a folder for the results, target/bench), N (runs of each, 10), QUICK=1 (one run of each, on small
+hosts), BENCH_SECONDS (of idling, 60), ONLY (groups of rows, with commas), BASE (a revision to compare with), PEER
+(another daemon to compare with), PEER_READY (the text in that daemon's log with which it is ready, if it does not say
+READY=1), BINARIES (the folder of the programs, target/release), REAL=1 (this host's GPUs, in the place of a simulated
+host; their compute modes are left alone).
 
 A run counts only if the planned control daemons and servers ran and the service said that it was ready, to the end. Each
 row of the table has the number of runs that failed. The exit status is 1 if any did, or if the idle service of one GPU wakes
@@ -28,6 +28,7 @@ import variants as programs
 from host import REPOSITORY
 from process import Lacking, NotReady, Unable
 from rows import calls, commands, death, idle, reload, start, stop
+from scenario import QUICK
 
 SCENARIOS = [scenario for group in (start, death, stop, reload, calls, commands) for scenario in group.SCENARIOS]
 
@@ -123,9 +124,8 @@ def facts():
 
 def main():
     variable = os.environ.get
-    quick = variable("QUICK", "") not in ("", "0")
-    runs = int(variable("N") or (1 if quick else 10))
-    seconds = int(variable("BENCH_SECONDS") or (1 if quick else 60))
+    runs = int(variable("N") or (1 if QUICK else 10))
+    seconds = int(variable("BENCH_SECONDS") or (1 if QUICK else 60))
     out = pathlib.Path(variable("OUT") or REPOSITORY / "target/bench").absolute()
     out.mkdir(parents=True, exist_ok=True)
     binaries = pathlib.Path(variable("BINARIES") or REPOSITORY / "target/release").absolute()
@@ -142,14 +142,14 @@ def main():
 
     # Ctrl-C and SIGTERM end everything that was started.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
-    run = Run(variants, programs.tools(binaries, out, 0.05 if quick else 0.3))
+    run = Run(variants, programs.tools(binaries, out, 0.05 if QUICK else 0.3))
     for scenario in SCENARIOS:
         if wanted(scenario.rows[0].group):
             print(f"{scenario.rows[0].group}: {scenario.setting.host()}", file=sys.stderr)
             run.scenario(scenario, runs)
     if wanted("idle"):
         print(f"idle: {seconds} s", file=sys.stderr)
-        run.idle(seconds, 0 if quick else 15)
+        run.idle(seconds, 0 if QUICK else 15)
     table.write(table.document(run.rows(wanted), variants, facts()), variants, out)
     return 1 if run.failures else 0
 
