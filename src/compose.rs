@@ -42,7 +42,6 @@ pub(crate) struct Moment {
 pub(crate) struct Parts<'a> {
     pub settings: &'a Settings,
     pub driver: &'a Result<String, String>,
-    /// The plan in force, or the reason why there is none yet.
     pub plan: Result<&'a Plan, &'a str>,
     pub moment: &'a Moment,
     pub drained: &'a Drained,
@@ -112,8 +111,8 @@ fn same_listed(new: Option<&[Arc<GpuView>]>, old: Option<&[Arc<GpuView>]>) -> bo
     }
 }
 
-/// The part of a GPU's view that `ListDevices` and `ListGpus` show. Clients and their memory are omitted, since they change
-/// often and must not change the generation.
+/// The part of a GPU's view that `ListDevices` and `ListGpus` show. Clients and their memory are omitted: they change often,
+/// and their changes must not increase the Snapshot's generation.
 fn listed(gpu: &GpuView) -> GpuView {
     let mut gpu = gpu.clone();
     let overuse = |one: &SliceUse| SliceUse { overuse: one.overuse.clone(), ..SliceUse::default() };
@@ -121,8 +120,7 @@ fn listed(gpu: &GpuView) -> GpuView {
     gpu.in_use = None;
     gpu.uses = if known { gpu.uses.iter().map(overuse).collect() } else { Vec::new() };
     if let Ok(facts) = gpu.plan.gpu.nvml.as_mut() {
-        // The compute mode in the plan is the mode at the time of planning, and must not change the generation. The view has
-        // the present compute mode.
+        // The view has the present compute mode. The plan's compute mode is older, so it is omitted.
         facts.state = GpuState::default();
     }
     gpu
@@ -159,7 +157,7 @@ fn gpu_view(plan: &GpuPlan, parts: &Parts<'_>) -> GpuView {
     }
 }
 
-/// The result of `value` for all control daemons of a GPU. None if the results differ, or if one of them is None.
+/// The result of `value`, if it is the same for all control daemons of a GPU. Otherwise None.
 fn of_all<T: PartialEq>(
     serving: &[(&Status, &ServedGpuView)],
     value: impl Fn(&ServedGpuView) -> Option<T>,
@@ -169,8 +167,8 @@ fn of_all<T: PartialEq>(
     values.all(|value| value.as_ref() == Some(&first)).then_some(first)
 }
 
-/// The reason why a GPU is not served, and the reasons why single slices of it are not. If each slice has its own control
-/// daemon, a GPU counts as served while one of its slices is served.
+/// The reason why a GPU is not served, and the reasons why single slices of the GPU are not served, by ordinal. If each slice
+/// has its own control daemon, a GPU counts as served while one of its slices is served.
 fn trouble(plan: &GpuPlan, parts: &Parts<'_>, uuid: &str) -> (Option<String>, BTreeMap<u32, String>) {
     let to_reset = || parts.to_reset.get(&plan.gpu.id().to_string()).map(|error| needs_reset(plan, error));
     if let Some(reason) = plan.unusable().or_else(to_reset).or_else(|| in_the_way(uuid, parts)) {
@@ -422,8 +420,8 @@ fn state(parts: &Parts<'_>, gpus: Option<&[Arc<GpuView>]>) -> (State, String) {
             (problem, _) => (State::Degraded, problem.to_owned()),
         };
     }
-    // A server that can't open one of its GPUs serves none of them. So the state names a GPU that the server can't open first,
-    // since it is the reason for the other GPUs too.
+    // A server that can't open one of its GPUs serves none of them. So the reason for the state names the GPU that can't be
+    // opened, and not the other GPUs of the server.
     let keeps_server_out =
         |gpu: &&Arc<GpuView>| served(parts, gpu.uuid()).any(|(_, gpu)| gpu.server_kept_out);
     let mut unhealthy = gpus.iter().filter(unserved);
@@ -444,8 +442,8 @@ fn state(parts: &Parts<'_>, gpus: Option<&[Arc<GpuView>]>) -> (State, String) {
     }
 }
 
-/// True if a GPU that is not served needs no administrator. Either the service waits for clients of another control daemon, or
-/// for something that starts late. Or a server recovers from a fatal GPU error.
+/// True if a GPU that is not served needs no administrator. The service then waits for the clients of another control daemon,
+/// or for something that starts late, such as the fabric manager. Or a server recovers from a fatal GPU error.
 fn goes_on_as_planned(parts: &Parts<'_>, uuid: &str) -> bool {
     parts.moment.held.contains_key(uuid)
         || served(parts, uuid).any(|(status, _)| status.shown.goes_on_as_planned(parts.moment.now))

@@ -2,8 +2,8 @@
 //! clients together, on threads other than the main loop's. A caller that needs facts about a client waits for the next
 //! examination, which takes microseconds.
 //!
-//! The kernel can block a thread that reads the memory of a process, if the process is stuck in the driver. So such a read has
-//! a deadline. An answer after the deadline still gets into the register.
+//! The kernel can block a thread that reads the memory of a process, if the process is stuck in the driver. So each read of
+//! memory has a deadline. An answer after the deadline still gets into the register.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
@@ -22,8 +22,8 @@ use common::host::blocking::Blocking;
 use common::host::identity;
 use common::membership::{ProcessSight, SliceMounts, Slices};
 
-/// The longest wait for the part of an examination that does not read memory. It usually takes microseconds. But the host agent
-/// may have many records of containers, or half-written ones.
+/// The longest wait for the part of an examination that does not read memory. This part usually takes microseconds. But the
+/// host agent may have many records of containers, and the service reads a half-written record several times.
 const PATIENCE: Duration = Duration::from_secs(10);
 
 /// The longest wait for the environment of one process. The environment is in the memory of the process, so a read of it can
@@ -190,7 +190,6 @@ impl Clients {
         self.looked_at(processes).await
     }
 
-    /// Examines the processes with these PIDs, even if the register knows them.
     pub(crate) async fn look_up_anew(
         &self,
         pids: impl IntoIterator<Item = u32>,
@@ -280,8 +279,8 @@ impl Clients {
         (number, known.slices.clone(), questions)
     }
 
-    /// Examines these processes without reading their memory. Returns a process if its environment decides about its slices.
-    /// The environment has to be read too.
+    /// Examines these processes without reading their memory. Returns each process with an environment that decides about its
+    /// slices: the caller must then read the memory of the process.
     fn look(&self, slices: &Slices, questions: Vec<Question>) -> Vec<(Question, KnownClient, ProcessSight)> {
         self.make_room();
         let host = SliceMounts::find(slices);
@@ -387,7 +386,6 @@ mod tests {
         }
         let begun = clients.0.looks.borrow().begun;
         assert!(begun <= 8, "{begun} looks");
-        // Processes that the register knows cause no new examination.
         let own = identity::read(own).unwrap();
         clients.look_up(&[own]).await;
         assert_eq!(clients.0.looks.borrow().begun, begun);

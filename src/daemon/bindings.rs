@@ -165,7 +165,7 @@ impl Daemon {
         self.next_look_at_groups.get_or_insert_with(|| Instant::now() + LOOK_PERIOD);
         if let Ok(plan) = self.plan.clone() {
             self.keep_kernel_limits_since(&before, &plan);
-            // A client that was there before the binding may now belong to another slice, so the budgets are computed again.
+            // A client that came before the binding may now belong to another slice, so the budgets are computed again.
             self.keep_budgets(&plan);
         }
         tracing::debug!("{change}");

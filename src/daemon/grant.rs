@@ -7,7 +7,7 @@ use common::plan::{Missing, Plan, PlanError};
 use common::problem::LocatedProblem;
 
 /// Returns the plan of a configuration that is accepted, or the reason why there is no plan yet. The outer error refuses the
-/// configuration. It is wrong, or probably has a typing error, or would replace the plan in force by no plan.
+/// configuration: the configuration is wrong, or probably has a typing error, or would replace the plan in force by no plan.
 pub(super) fn grant(
     planned: Result<Plan, PlanError>,
     in_force: &Settings,

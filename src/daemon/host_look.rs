@@ -43,8 +43,8 @@ pub(super) struct HostLook {
     worker: NvmlWorker,
     /// Asks the driver in force about GPUs. None while a scan uses this value.
     nvml: Option<GpuQuestions>,
-    /// The scan that has no answer yet, with the time of its beginning. The next caller gets its answer. Dropping the answer
-    /// would close a driver that has just woken all GPUs.
+    /// The scan that has no answer yet, with the time of its beginning. The next caller gets the answer of this scan. The
+    /// answer contains the opened driver, and opening the driver again would wake all GPUs again.
     under_way: Option<(Instant, JoinHandle<Looked>)>,
     late: Option<Looked>,
     pub(super) driver_version: Result<String, String>,
@@ -204,7 +204,7 @@ impl HostLook {
     }
 }
 
-/// The first GPU in `served` that NVML does not list. None if every GPU of the host answers NVML.
+/// The first GPU in `served` that NVML does not list. None without a driver, or if NVML answers for each GPU of the host.
 fn not_listed(inventory: &Inventory, served: &[String]) -> Option<String> {
     let silent = |gpu: &Gpu| gpu.nvml.is_err() && gpu.pci.foreign_driver().is_none();
     if inventory.driver.is_err() || !inventory.gpus.iter().any(silent) {

@@ -172,7 +172,6 @@ struct Daemon {
     level: Level,
     settings: Settings,
     look: HostLook,
-    /// The plan in force, or the reason why there is none yet.
     plan: Result<Plan, String>,
     fleet: Fleet,
     requests: Requests,
@@ -197,8 +196,8 @@ struct Daemon {
     ending: Option<Ending>,
     service_manager: ServiceManager,
     reloads: u64,
-    /// The value of `reloads` when each control daemon last followed its plan, or the reason was known why it did not. The
-    /// caller of a reload waits until this value reaches the number of that reload.
+    /// The number of the last reload that is complete: each control daemon follows its plan, or the reason is known why it does
+    /// not. The caller of a reload waits for the number of that reload.
     in_force: watch::Sender<u64>,
 }
 
@@ -248,7 +247,8 @@ impl Daemon {
         }
     }
 
-    /// Scans the host for the first time. A wrong configuration is fatal only here; later, the configuration in force stays.
+    /// Scans the host for the first time. A wrong configuration ends the service only after this scan. After a later scan, the
+    /// configuration in force stays.
     async fn first_pass(&mut self) -> Result<(), Vec<LocatedProblem>> {
         if !self.settings.enabled {
             tracing::info!("no GPU is served: {reason}", reason = self.settings.why_not_enabled());
@@ -335,7 +335,6 @@ impl Daemon {
         self.problem.clear();
     }
 
-    /// Begins the end of the service. A stop ends the control daemons. After a restart, the next service takes them over.
     async fn stop(&mut self) {
         if self.ending.is_some() {
             return;
@@ -401,7 +400,7 @@ impl Daemon {
         let newest = |reloads: &mut u64| std::mem::replace(reloads, self.reloads) != self.reloads;
         if moment.settled && self.in_force.send_if_modified(newest) {
             // An administrator usually reloads the service after a change of the configuration or of the host. So all control
-            // daemons get a health check now. The new limits do not wait for this check.
+            // daemons get a health check now.
             self.fleet.check_all();
         }
     }

@@ -45,8 +45,8 @@ impl Manager {
         Self { snapshot, requests, callers, of_users, desk, given_several: Mutex::default() }
     }
 
-    /// Returns a permit for a user's request to end GPU work. Root needs no permit. A user without the right gets an error
-    /// here, so that repeated calls cause no question to the main loop.
+    /// Returns a permit for a user's request to end GPU work. Root needs no permit. A user who may not end GPU work gets an
+    /// error at once, so that repeated calls do not reach the main loop.
     fn place_for(&self, user: Option<u32>) -> Result<Option<SemaphorePermit<'_>>> {
         let Some(user) = user else { return Ok(None) };
         if !self.snapshot.borrow().users_may_terminate {

@@ -25,7 +25,7 @@ pub type Reply<T> = oneshot::Sender<std::result::Result<T, RequestError>>;
 
 #[derive(Debug)]
 pub enum Request {
-    /// Read the configuration again and put it in force. The answer is the generation of the published state after the reload.
+    /// Read the configuration again and put it in force. The answer is the generation of the Snapshot after the reload.
     Reload(Reply<u64>),
     Clients(Reply<Vec<ClientView>>),
     /// Find the present clients of all GPUs. The answer comes when the Snapshot has these clients.
@@ -40,8 +40,8 @@ pub enum Request {
     ReleaseContainer(String, Reply<()>),
     /// End the GPU work of the clients that a signal to a container may end.
     ReleaseGroup(ContainerStop, Reply<()>),
-    /// Make the changes of control daemons that wait for the end of clients. With false, only changes that no client prevents
-    /// are made. With true, all changes are made at once, which ends the clients.
+    /// Change the control daemons that do not follow the configuration yet, since they have clients. With false, only control
+    /// daemons without clients are changed. With true, all are changed at once, which ends the clients.
     Apply(bool, Reply<()>),
     /// Drain the named slices and GPUs. Without names, drain all slices.
     Drain(Vec<String>, Reply<()>),
@@ -57,7 +57,8 @@ pub enum Request {
 pub enum WantedSlices {
     /// All named slices. The name of a GPU stands for one of its free slices.
     All(Vec<String>),
-    /// The first free candidate. The number is the slice's number of clients if the slice is full, and None otherwise.
+    /// The first free slice of these candidates. The number is the most clients that the slice may have, if the slice is full.
+    /// Otherwise it is None.
     OneOf(Vec<(SliceId, Option<u32>)>),
 }
 
@@ -94,7 +95,6 @@ pub(super) const NAME_MAX: usize = 64;
 /// The most devices that a caller may name at once. A host has some hundreds.
 const NAMES_MAX: usize = 1024;
 
-/// Refuses a name that is too long. The error does not repeat the name.
 pub(super) fn bounded_name(name: &str) -> Result<()> {
     if name.len() <= NAME_MAX {
         return Ok(());

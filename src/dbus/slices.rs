@@ -23,7 +23,7 @@ use common::published::snapshot::Snapshot;
 /// A slice counts as used for this time after it was given to a program, since the program may not be a client yet.
 const REMEMBERED: Duration = Duration::from_secs(60);
 
-/// The most given slices that are remembered. If more slices are given, the oldest ones are forgotten.
+/// The most given slices that the service remembers. For each further slice, it forgets the oldest given slice.
 const MOST: usize = 1024;
 
 #[derive(Clone)]

@@ -132,7 +132,7 @@ async fn pass_on(changes: FileChanges, queue: Arc<Readable>) {
         match queue.until(read).await {
             Ok(changed) => wake(&mut changes.lock(), changed.as_ref()),
             Err(error) => {
-                // Only a runtime that shuts down returns an error here, so the task can end.
+                // The wait fails only while the runtime shuts down, so the task can end.
                 tracing::debug!("the changes that inotify reports can't be read: {error}");
                 return;
             }

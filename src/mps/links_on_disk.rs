@@ -1,5 +1,5 @@
 //! The links on disk: hard links to the socket of a control daemon, in the pipe directory and in each slice's directory. A
-//! client needs only such a link. The control daemon makes the socket in its private directory. A program that can't reach the
+//! client needs only the link. The control daemon makes the socket in its private directory. A program that can't reach the
 //! private directory can't set limits for other programs.
 
 use std::collections::BTreeSet;
@@ -22,15 +22,15 @@ use common::directories::{self, ATTEMPTS, BadDirectory, SOCKET, clear_place, imm
 /// socket, since the path of a socket has a maximum length.
 pub(super) const WAITING: &str = "waiting";
 
-/// The name under which the service makes a new link. A rename then replaces the former link by the new link.
+/// The name under which the service makes a new link. A rename then replaces the old link by the new link.
 const NEW: &str = ".control.new";
 
-/// Files that a control daemon makes in its directory besides its socket. If such a file is in a directory for links, that
-/// directory was once the directory of a control daemon.
+/// Files that a control daemon makes in its directory besides its socket. A directory for links that has one of these files was
+/// once the directory of a control daemon.
 const LEFTOVERS: [&str; 4] = ["control_privileged", "control_lock", "log", "nvidia-cuda-mps-control.pid"];
 
-/// The most entries that the service reads in the directory of slices, besides the directories of planned slices. A container
-/// with write access to the pipe directory can make any number of entries.
+/// The most names that a search reads in the directory of slices, besides the directories of known slices. A container with
+/// write access to the pipe directory can make any number of files there.
 const OTHERS: usize = 512;
 
 #[derive(Debug)]
@@ -79,7 +79,6 @@ impl Socket {
         self.link(&directory, pipe_directory, moved)
     }
 
-    /// Returns false if the directory already had a link to this socket.
     fn link(&self, directory: &OwnedFd, path: &Path, moved: &mut Vec<String>) -> Result<bool, BadDirectory> {
         for _ in 0..ATTEMPTS {
             if identity(directory).map_err(|error| bad(path, &error))? == Some(self.id) {
@@ -130,14 +129,13 @@ impl SliceDirectories {
         Ok(Self { path: path.to_owned(), directory: directories::open_in(&parent, path, moved)? })
     }
 
-    /// Opens the directory. None if it is missing.
     pub(crate) fn existing(path: &Path) -> Result<Option<Self>, BadDirectory> {
         let directory = directories::existing(path)?;
         Ok(directory.map(|directory| Self { path: path.to_owned(), directory }))
     }
 
-    /// Makes the link in the directory of a slice point to a socket. A client that connects meanwhile finds the former socket
-    /// or the new one. Returns true if the directory had no link to this socket before.
+    /// Makes the link in the directory of a slice point to a socket. A client that connects meanwhile finds the old socket or
+    /// the new socket. Returns true if the directory had no link to this socket before.
     pub(crate) fn lead(
         &self,
         name: &str,
@@ -173,9 +171,9 @@ impl SliceDirectories {
     /// Removes the immutable flag from the directories of all slices, and from the directory that contains them. `names` are
     /// the known slices. A search finds the directories of other slices.
     fn release(&self, names: &BTreeSet<String>) {
-        // The parent directory gets the immutable flag after the slices' directories, and loses it after them. So if the parent
-        // has no flag, no slice's directory has one, and no search for other slices is needed. When many control daemons
-        // release their links, only the first one searches.
+        // The parent directory gets the immutable flag after the slices' directories, and loses it after them. So a search for
+        // other slices is needed only while the parent has the flag. When many control daemons release their links, only the
+        // first of them searches.
         let kept = immutable::is_set(&self.directory).unwrap_or_default();
         let others = kept.then(|| self.others(names).unwrap_or_default());
         for name in names.iter().chain(others.iter().flatten()) {
@@ -189,8 +187,8 @@ impl SliceDirectories {
         rustix::fs::openat(&self.directory, name, flags, Mode::empty())
     }
 
-    /// The directories that can belong to slices, except those in `names`. Some may be missing from the result if other users
-    /// have made many files.
+    /// The directories with the name of a slice, except those in `names`. If other users have made many files, the result may
+    /// lack some directories.
     pub(crate) fn others(&self, names: &BTreeSet<String>) -> Result<Vec<String>, BadDirectory> {
         let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC;
         let entries = rustix::fs::openat(&self.directory, ".", flags, Mode::empty()).and_then(Dir::new);
@@ -399,8 +397,8 @@ mod tests {
         let place = TestDirectory::new();
         assert_eq!(place.lead(&[A]), [A]);
         let at = |path: &str| place.root.path().join(path);
-        // Entries in the directory of slices that are no slices of this control daemon: a slice of another control daemon, a
-        // file, a directory with a name that no slice has, and a symbolic link.
+        // The directory of slices also contains a slice of another control daemon, a file, a directory with a name that no
+        // slice has, and a symbolic link.
         fs::create_dir(at("pipe/slices").join(B)).unwrap();
         let _other = UnixListener::bind(at("pipe/slices").join(B).join("control")).unwrap();
         fs::write(at("pipe/slices/00_07.0-0"), "").unwrap();

@@ -1,7 +1,7 @@
 //! NVIDIA's MPS control daemon: its process, its front end, its directories and its log.
 //!
-//! The exit status of the front end has no meaning: it is 0 for unknown commands and for bad values. So the service verifies
-//! each setting by reading it back. It reads in the log which limits a server really applies.
+//! The front end exits with 0 even after an unknown command or a bad value. So the service reads each setting back. Only the
+//! log says which limits a server really applies.
 
 mod cgroup_freezer;
 pub(crate) mod control;

@@ -38,7 +38,6 @@ impl Process {
         Ok(Self::open(identity.pid)?.filter(|process| process.identity() == identity))
     }
 
-    /// Opens a handle of the process that has this PID now. None if there is no such process.
     pub(crate) fn open(pid: u32) -> io::Result<Option<Self>> {
         unless_gone(Self::hold(pid, None))
     }
@@ -78,7 +77,6 @@ impl Process {
         tokio::time::timeout(patience, self.exited()).await.is_ok()
     }
 
-    /// Signalling a process that has already ended is no error.
     pub(crate) fn signal(&self, signal: Signal) -> io::Result<()> {
         self.handle.signal(signal)
     }
@@ -124,7 +122,7 @@ const GO_ON_LOOKS: u32 = 20;
 const GO_ON_PAUSE: Duration = Duration::from_millis(5);
 
 /// The pause between two checks of a process that the service continues each time it is stopped. Even if another program stops
-/// the process every 300 us, it then runs part of the time.
+/// the process every 300 us, the process then runs part of the time.
 const KEEP_PAUSE: Duration = Duration::from_millis(1);
 
 fn is_stopped(pid: u32) -> bool {
@@ -218,7 +216,6 @@ pub(crate) async fn stop_idle(process: &mut Process, control: &Control, may_end:
 pub(crate) struct Held(Arc<ProcessHandle<OwnedFd>>);
 
 impl Held {
-    /// Opens a handle of the process that has this PID now. None if there is no such process.
     pub(crate) fn open(pid: u32) -> io::Result<Option<Self>> {
         Ok(unless_gone(ProcessHandle::open(pid))?.map(|hold| Self(Arc::new(hold))))
     }
@@ -230,7 +227,7 @@ impl Held {
         let mut going_on = GoingOn { held: self.clone(), thawed: Vec::new(), was_held: false };
         for _ in 0..GO_ON_LOOKS {
             // If another program stops the process every 300 us, the process runs only right after SIGCONT, and a single check
-            // could find it running. So the service checks twice, without a pause, that no thread is stopped.
+            // could find no stopped thread. So the service checks twice, without a pause, that no thread is stopped.
             if !going_on.continue_once(is_any_thread_stopped(pid))?
                 || !going_on.continue_once(is_any_thread_stopped(pid))?
             {
@@ -249,7 +246,6 @@ impl Held {
         self.identity().pid
     }
 
-    /// A zombie does not count as alive.
     pub(crate) fn alive(&self) -> bool {
         self.0.is_alive()
     }

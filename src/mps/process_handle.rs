@@ -1,9 +1,9 @@
 //! A handle of a process: a signal reaches this process or none, even if another process gets its PID. The handle is a pidfd,
 //! which Linux has from 5.3 on.
 //!
-//! The 4.18 and 4.19 kernels of RHEL 8, Debian 10 and openEuler 20.03 have no pidfds. There the service polls the process, and
-//! compares its identity before each signal. The signal reaches another process only if the PID is reused in the microseconds
-//! after the comparison.
+//! The 4.18 and 4.19 kernels of RHEL 8, Debian 10 and openEuler 20.03 have no pidfds. On these kernels the service polls the
+//! process, and compares its identity before each signal. The signal reaches another process only if the PID is reused in the
+//! microseconds after the comparison.
 
 use std::io;
 use std::os::fd::OwnedFd;

@@ -40,8 +40,8 @@ impl GpuShell for Worker {
             });
             seen.insert(uuid, look.map_err(Into::into));
         }
-        // These processes use a GPU without MPS. A message about such a process names its owner, so the register of clients
-        // reads the owner now.
+        // These processes use a GPU without MPS. Messages name the owner of each of these processes, so the register of clients
+        // reads the owners now.
         let strangers = self.processes.values().flatten().filter(|process| !process.via_mps);
         let strangers: Vec<ProcessId> =
             strangers.filter_map(|process| identity::read(process.pid).ok()).collect();

@@ -120,8 +120,8 @@ struct Worker {
     rate_limit: RateLimit,
     admission: SharedAdmission,
     links_stuck: BTreeSet<String>,
-    /// The private directory that was reported because the pipe directory is a mount of its own. None if there was no such
-    /// report.
+    /// The private directory that the control daemon goes without, since its pipe directory is a mount of its own. A warning
+    /// about this was logged. None if no warning was logged.
     not_beside: Option<PathBuf>,
 }
 

@@ -29,7 +29,7 @@ pub(crate) struct NvmlWorker {
     /// The threads for questions, by the UUID of the GPU. A GPU that does not answer must not block questions about other GPUs.
     questions: Arc<Mutex<BTreeMap<String, Blocking>>>,
     /// The threads for changes, by the UUID of the GPU. Each GPU has only one, since a change may still happen after its caller
-    /// has stopped waiting. The next change waits until the former one has happened.
+    /// has stopped waiting. The next change of this GPU waits until then.
     changes: Arc<Mutex<BTreeMap<String, Blocking>>>,
 }
 

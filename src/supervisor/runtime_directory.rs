@@ -1,4 +1,4 @@
-//! The lock of the runtime directory, which only one service has at a time.
+//! Locks the runtime directory, so that only one service uses it at a time.
 //!
 //! Without the lock, a second service that is started by hand would take over the control daemons. When it stopped, it would
 //! end them with their clients.
@@ -42,7 +42,7 @@ pub(crate) enum Unavailable {
     )]
     InUse {
         directory: PathBuf,
-        /// The PID of the process that has the lock. None if this process has just ended, or is in another PID namespace.
+        /// The PID of the process that has the lock. None if that process has just ended, or is in another PID namespace.
         pid: Option<i32>,
     },
     #[error("{}: {error}", .file.display())]
@@ -126,7 +126,6 @@ mod tests {
         directory.keep().unwrap();
         let file = fs::metadata(directory.path().join(FILE)).unwrap();
         assert_eq!(file.ino(), inode(&directory));
-        // Only root may open the file, since any process that can open it can also lock it.
         assert_eq!(file.permissions().mode() & 0o777, 0o600);
     }
 }

@@ -95,7 +95,7 @@ impl Shell for RunShell<'_> {
                 self.reply = reply;
                 Occurrence::Asked(request)
             }
-            // Lines of the log come before the end of the control daemon, since they may explain the end.
+            // Lines of the log come before the end of the control daemon, since they may say why it ends.
             line = self.run.log.next() => match line {
                 Ok(line) => Occurrence::Said(self.note(&line)),
                 Err(error) => {
@@ -315,7 +315,7 @@ impl Shell for RunShell<'_> {
         let led = admission.lead(&self.run.running, &self.worker.plan);
         self.run.running.slice_directories = admission.slice_directories();
         self.worker.report_links(&self.run.running.pipe_directory, None);
-        // A missing link counts as a failure and not as a blocker. The service pauses after a failure. For a blocker, it would
+        // A missing link counts as a failure and not as a blocker. After a failure the service pauses. For a blocker it would
         // end an idle control daemon and start it again without a pause.
         led.map_err(Failure::Waiting)
     }
@@ -466,15 +466,14 @@ impl RunShell<'_> {
         self.worker.reporter.event(format!("control daemon {id} (PID {pid}) ended by {how}"));
     }
 
-    /// Publishes the CPUs on which the control daemon may run. Another program may have bound the control daemon or its control
-    /// group to fewer CPUs.
+    /// Publishes the CPUs on which the control daemon may run, since another program may have changed them.
     fn show_cpus(&self) {
         let cpus = Cpus::allowed_for(self.pid()).map(Cpus::describe);
         self.worker.reporter.update(|status| status.view.cpus = cpus);
     }
 
-    /// Updates the register of clients from a line of the log. A line that neither this run of the service nor an earlier one
-    /// has passed on goes to the journal, unless too many lines come.
+    /// Updates the register of clients from a line of the log. A new line also goes to the journal, unless too many lines come.
+    /// A line is not new if an earlier service has read it.
     fn note(&mut self, line: &Line) -> Said {
         let run = &mut *self.run;
         let is_news = run.log.offset() > run.quiet_until;

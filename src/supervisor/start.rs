@@ -43,9 +43,9 @@ impl Machine {
         let control = Arc::new(self.worker.tools.front_ends.control_in(running.control_directory()));
         let pid = running.process.pid;
         let log_path = running.log_directory.join("control.log");
-        // The control daemon writes its log to its standard output. The service opens the log there, since the file in the log
-        // directory may have been removed. The log is read from the beginning, since the lines about a server that still runs
-        // may be old.
+        // The log is the standard output of the control daemon. The service opens it there, since the file in the log directory
+        // may have been removed. It reads the log from the beginning, since the lines about a server that still runs may be
+        // old.
         let log = process.output_file().and_then(|file| {
             let length = file.metadata()?.len();
             Ok((Follower::new(file, &log_path, 0, &self.worker.tools.changes), length))
@@ -139,8 +139,8 @@ impl Starter for StartShell<'_> {
         let bad_directory = |error: BadDirectory| Failure::Waiting(error.to_string());
         let mut moved = Vec::new();
         let pipe = match (plan.tenure(), plan.pipe_directory.parent()) {
-            // The parent directory may be immutable, since the service protects it for a control daemon of another GPU.
-            // `open_in` removes the immutable flag for the time of the change.
+            // The service may have made the parent directory immutable, to protect it for a control daemon of another GPU.
+            // `open_in` removes the immutable flag while it changes the directory.
             (Tenure::InTurns, Some(above)) => directories::open(above)
                 .and_then(|above| directories::open_in(&above, &plan.pipe_directory, &mut moved)),
             _ => directories::open(&plan.pipe_directory),
@@ -204,12 +204,13 @@ impl Worker {
         })
     }
 
-    /// Makes room for the FIFO that the control daemon makes for its log. Returns a message if a directory had to be renamed.
+    /// Makes room for the FIFO that the control daemon makes for its log. Returns a message if the service has renamed a
+    /// directory for this.
     fn free_place_of_fifo(&self) -> Result<Option<String>, BadDirectory> {
         let plan = &self.plan;
         let place = plan.control_directory().join(driver::LOG_FIFO);
-        // Such a log directory is possible only if the supervisor does without a private directory. The control daemon then
-        // makes its FIFO in the pipe directory, where the log directory may be too.
+        // Without a private directory, the control daemon makes its FIFO in the pipe directory. The configured log directory
+        // may be at the path of this FIFO.
         if plan.log_directory.starts_with(&place) {
             let problem = Problem::new(
                 "is the path at which the control daemon makes a FIFO, so the control daemon would write no \

@@ -45,8 +45,8 @@ pub(crate) struct StateFile {
     whole: Option<(u64, u64, SystemTime)>,
 }
 
-/// The inode, the length and the modification time of a file. A difference shows that another program has changed or replaced
-/// the file.
+/// The inode, the length and the modification time of a file. If they differ from before, another program has changed or
+/// replaced the file.
 fn stamp(file: &Path) -> Option<(u64, u64, SystemTime)> {
     let found = fs::symlink_metadata(file).ok()?;
     Some((found.ino(), found.len(), found.modified().ok()?))
@@ -108,8 +108,8 @@ impl StateFile {
         })
     }
 
-    /// Records a control daemon. For a new control daemon this happens before its program runs, so that a crash of the service
-    /// does not hide it.
+    /// Records a control daemon. A new control daemon is recorded before its program runs, so that the next service knows it
+    /// even after a crash.
     pub(crate) fn remember_control_daemon(&mut self, id: DaemonId, running: Running) -> io::Result<()> {
         self.change(|contents| _ = contents.control_daemons.insert(id, running))
     }
@@ -119,7 +119,6 @@ impl StateFile {
         self.contents.control_daemons.get(id)
     }
 
-    /// All control daemons that were started, by their ids. Some may have ended.
     pub(crate) fn control_daemons(&self) -> &BTreeMap<DaemonId, Running> {
         &self.contents.control_daemons
     }
@@ -133,7 +132,8 @@ impl StateFile {
         self.change(|contents| _ = contents.control_daemons.remove(id))
     }
 
-    /// Records the path of the CDI spec before the spec is written. None after the spec was removed.
+    /// Records the path of the CDI spec before the service writes the spec. `file` is None after the service has removed the
+    /// spec.
     pub(crate) fn remember_cdi_spec(&mut self, file: Option<PathBuf>) -> io::Result<()> {
         self.change(|contents| contents.cdi_spec = file)
     }
@@ -209,7 +209,8 @@ impl StateFile {
             );
             return Err(io::Error::new(io::ErrorKind::FileTooLarge, too_large));
         }
-        // A rename can't replace a directory. So a directory at the path of the state file is renamed first.
+        // The new file gets its name by a rename, which can't replace a directory. So a directory at this path is renamed
+        // first.
         if fs::symlink_metadata(&file).is_ok_and(|there| there.is_dir()) {
             let aside = format!("{FILE}.{}", jiff::Timestamp::now().as_nanosecond());
             fs::rename(&file, self.directory.path().join(&aside))?;
@@ -307,7 +308,8 @@ mod tests {
         assert!(**again.bindings() == bindings && again.control_daemons().len() == 1024);
     }
 
-    /// A write reuses the serialized bindings of the write before. Each change must reach the file nevertheless.
+    /// Each write of the state file reuses the serialized bindings of the last write. A change of the bindings must reach the
+    /// file nevertheless.
     #[test]
     fn each_change_of_bindings_is_read_again() {
         let directory = tempfile::tempdir().unwrap();

@@ -20,7 +20,7 @@ use common::published::events::{Event, Events};
 
 #[derive(Debug, Clone, PartialEq)]
 pub(crate) struct Status {
-    /// The plan that the status describes. A newer plan may exist.
+    /// The plan that the status describes. The fleet may have a newer plan.
     pub plan: Arc<ControlDaemonPlan>,
     pub shown: DaemonView,
     /// The facts that are published. [`Status::change`] copies some of them from `shown`.
@@ -51,15 +51,15 @@ impl Status {
         let to_be_set = plan.to_be_set_since(&before).map(str::to_owned).collect();
         self.view.wanted_cpus = plan.cpus;
         self.change(since, |shown| shown.take_order(gpus(plan), goes_on, &to_be_set));
-        // A health check no longer covers a GPU that is not in the plan any more. So the last facts about this GPU would stay
-        // for ever.
+        // No health check covers a GPU that has left the plan. So the last facts about this GPU are removed, since they would
+        // never change.
         let gpus = &self.shown.gpus;
         self.bypasses.retain(|bypass| gpus.contains_key(&bypass.gpu_uuid));
         self.compute_modes.retain(|uuid, _| gpus.contains_key(uuid));
     }
 
-    /// Changes `shown`, which has the facts that the core decides, and copies them to `view`. If the state of the control
-    /// daemon changes, the new state has begun at `since`.
+    /// Changes `shown`, the facts that the core decides, and copies them to `view`. If the state of the control daemon changes,
+    /// `since` is the beginning of the new state.
     fn change(&mut self, since: SystemTime, change: impl FnOnce(&mut DaemonView)) {
         change(&mut self.shown);
         let (view, shown) = (&mut self.view, &self.shown);
@@ -153,8 +153,8 @@ impl Reporter {
     }
 
     /// Publishes that the control daemon has ended, with `failing` as the reason if there is one. This call does not wake the
-    /// main loop: a publication would delay the log line about the end. The running act ends right after this call, and its end
-    /// wakes the main loop.
+    /// main loop, since a publication would delay the log line about the end. The main loop wakes a moment later, when the
+    /// running act ends.
     pub(super) fn has_ended(&self, failing: Option<&Failing>) {
         self.change(|status| {
             (status.view.pid, status.view.cpus) = (None, None);

@@ -23,8 +23,8 @@ impl Machine {
             // ready.
             self.worker.end_run(&mut self.run, Some(&failing));
         }
-        // During a stop of the service, a failure is reported at once. At other times `rest` reports the failure, together with
-        // the pause that follows it.
+        // During a stop of the service, a failure is reported at once. At other times `rest` reports it, together with the
+        // pause before the next start.
         if let Goal::Stop(permit) = self.worker.goal
             && permit.cause() == Cause::Stop
         {
@@ -34,7 +34,7 @@ impl Machine {
         why
     }
 
-    /// Finds out which clients use a control daemon that has failed, and adds them to the reason in the status.
+    /// Finds out which clients use a control daemon that has failed, and adds these clients to the reason in the status.
     pub(super) async fn judge(&mut self) -> RunUse {
         let judged = match self.serving() {
             Some(mut serving) => serving.judge().await,
@@ -75,9 +75,9 @@ impl Machine {
 }
 
 impl Worker {
-    /// Records that the control daemon has ended. Reports the clients that a fatal GPU error has hit, and how many log lines
-    /// were not passed on. With `failing`, the state of this failure is published. Without `failing`, the published state
-    /// stays.
+    /// Records that the control daemon has ended. Reports the clients that a fatal GPU error has hit, and the number of log
+    /// lines that the journal lacks. Publishes the state after the failure `failing`. Without a failure, the published state
+    /// does not change.
     pub(super) fn end_run(&mut self, run: &mut Option<(DaemonRun, Known)>, failing: Option<&Failing>) {
         if let Some((run, mut known)) = run.take() {
             if let Some((server, hit)) = known.take_hit() {

@@ -65,7 +65,7 @@ impl SupervisorHandle {
         Self { plan, since, machine, events, interrupt: None, status, front_ends, requests, admission }
     }
 
-    /// Starts a task that carries out the act after all acts before it.
+    /// Starts a task that carries out the act once all earlier acts have ended.
     pub(crate) fn carry_out(
         &mut self,
         order: Order<ControlDaemonPlan>,
@@ -96,7 +96,7 @@ impl SupervisorHandle {
         match goal {
             Goal::Serve | Goal::Retire => self.admission.pursue(plan, goal == Goal::Retire),
             // The links stay. A link to a control daemon that ends does no harm. If the next service takes the control daemon
-            // over, its clients still need the links.
+            // over, clients still need the links.
             Goal::Stop(_) | Goal::Leave => {}
         }
         if self.plan != *plan {
@@ -105,13 +105,13 @@ impl SupervisorHandle {
         }
     }
 
-    /// Removes the immutable flag from the directories of the links, since the control daemon has no supervisor any more. Other
-    /// users can then change and remove the directories.
+    /// Removes the immutable flag from the directories of the links. The service calls this when the control daemon needs no
+    /// supervisor any more, so that other users can change and remove the directories.
     pub(crate) fn release(&self) {
         self.admission.release();
     }
 
-    /// The present status, described for the newest plan. The supervisor may not have taken this plan yet.
+    /// Returns the status, described for the newest plan, even if the supervisor does not use this plan yet.
     pub(crate) fn status(&self) -> Status {
         let mut status = self.status.borrow().clone();
         status.take(&self.plan, self.since);
@@ -119,8 +119,8 @@ impl SupervisorHandle {
         status
     }
 
-    /// Returns the front end for the control daemon that listens in the order's directories. If no control daemon of the
-    /// service runs, this may be a foreign control daemon, which has the programs that connect there as clients.
+    /// Returns the front end for the control daemon that listens in the order's directories. While no control daemon of the
+    /// service runs, a foreign control daemon may listen there and have clients.
     pub(crate) fn control_in_place(&self) -> Option<Arc<Control>> {
         let status = self.status.borrow();
         let directories = [&status.view.control_directory, &status.view.pipe_directory];
@@ -128,8 +128,8 @@ impl SupervisorHandle {
         there.find(|control| control.daemon_pid().is_some()).map(Arc::new)
     }
 
-    /// Asks the supervisor for the change that waits for the end of clients: at once if `force` is set, otherwise only if there
-    /// is no client. The error names the clients that prevent the change.
+    /// Asks the supervisor for a change that waits for the end of clients. With `force` the change is made at once, otherwise
+    /// only if there is no client. The error names the clients that prevent the change.
     pub(crate) fn apply(&self, force: bool) -> oneshot::Receiver<Result<(), Problem>> {
         self.ask(Requested::Apply { force })
     }

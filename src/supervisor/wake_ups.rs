@@ -9,8 +9,8 @@ use tokio::sync::Notify;
 #[derive(Debug, Default)]
 pub(crate) struct WakeUps {
     pub(crate) came: Notify,
-    /// A caller asks for the clients, or a health check is done. After a health check, the task is woken only if the control
-    /// daemon has clients or has just lost its last one.
+    /// A caller asks for the clients, or a health check is done. A health check wakes the task only if the control daemon has
+    /// clients or has just lost its last client.
     pub(crate) look: Notify,
 }
 
@@ -23,7 +23,7 @@ impl GpuWakeUps {
         Arc::clone(wake_ups.entry(uuid.to_owned()).or_default())
     }
 
-    /// Wakes the tasks for these GPUs, for one reason. A GPU that has no task is skipped.
+    /// Wakes the tasks for these GPUs, each for the same reason. A GPU without a task is skipped.
     pub(super) fn wake(&self, uuids: &[String], which: fn(&WakeUps) -> &Notify) {
         let wake_ups = self.0.lock().unwrap_or_else(PoisonError::into_inner);
         for wake_ups in uuids.iter().filter_map(|uuid| wake_ups.get(uuid)) {

@@ -1,6 +1,6 @@
-//! Watches the budgets of slices, with a task for each GPU. The task asks NVML for the clients of the GPU and their memory. It
-//! does so when a client has come, after each health check, and every second while a slice has several clients. The driver
-//! itself limits a single client.
+//! Watches the budgets of slices, with a task for each GPU. The task asks NVML for the clients of the GPU and their memory:
+//! when a client has come, after each health check, and every second while a slice has several clients. The driver limits each
+//! client by itself, but not the sum of several clients.
 
 use common::published::usage::{GpuUse, SliceUse};
 use std::collections::BTreeMap;
@@ -31,14 +31,14 @@ use mps_core::tenants::{
     BudgetWatch, Enforcer, Look, OverBudget, OveruseNews, SliceBudgets, Victim, VictimState,
 };
 
-/// An answer of NVML that is younger than this is still used for the next caller.
+/// An answer of NVML that is younger than this also serves the next caller.
 const FRESH: Duration = Duration::from_secs(1);
 
 /// If NVML fails to list the clients, the last known number of clients is shown for this time. Then the number is shown as
 /// unknown.
 const STAND: Duration = Duration::from_secs(5);
 
-/// After this time, a container in the host agent's records is reported again. If the container could not be bound to a slice
+/// The main loop gets the same container of the host agent's records again after this time. If it could not bind the container
 /// before, a slice may be free by then.
 const AGAIN: Duration = Duration::from_secs(60);
 
@@ -157,8 +157,8 @@ impl Budgets {
         WatchHandle { budget: sender, looked: looked_seen, wake_ups, task }
     }
 
-    /// Has each task list the clients of its GPU, unless its last list is recent, and waits for the lists. A GPU that does not
-    /// answer in time does not delay the other GPUs.
+    /// Makes each task list the clients of its GPU, unless the task has just done so, and waits for these lists. A GPU that
+    /// does not answer in time does not delay the other GPUs.
     pub(crate) fn look_now(&self) -> impl Future<Output = ()> + Send + 'static {
         let now = Instant::now();
         let is_fresh =
@@ -174,7 +174,6 @@ impl Budgets {
         async move { drop(timeout(ASKED, looks.join_all()).await) }
     }
 
-    /// The use of each GPU, by the UUID of the GPU.
     pub(crate) fn uses(&self) -> BTreeMap<String, GpuUse> {
         self.watched.iter().map(|(uuid, watched)| (uuid.clone(), watched.looked.borrow().1.clone())).collect()
     }
@@ -195,13 +194,13 @@ struct GpuWatch {
     looked: watch::Sender<(Option<Instant>, GpuUse)>,
     /// According to the last list of clients, these slices exceed their budgets, and their clients may be ended.
     over: watch::Sender<Vec<OverBudget<Tenant>>>,
-    /// The time at which each client's container was last reported for a binding.
+    /// The time at which the container of each client was last reported to the main loop, which binds it to a slice.
     passed_on: BTreeMap<ProcessId, Instant>,
     looked_at: Instant,
-    /// The time of the last question to NVML that was answered.
+    /// The time of the last question that NVML has answered.
     seen_at: Instant,
     due: Option<Instant>,
-    /// Decides which clients are ended. While a separate task ends clients, that task has the enforcer.
+    /// Decides which clients are ended. A separate task has the enforcer while that task ends clients.
     enforcer: Enforcer<Held>,
 }
 
@@ -288,8 +287,8 @@ impl GpuWatch {
         }
     }
 
-    /// Reports the containers with clients on this GPU that should be bound to a slice. The same client causes no further
-    /// report for [`AGAIN`].
+    /// Reports to the main loop the containers that should be bound to a slice of this GPU. A client causes at most one report
+    /// within [`AGAIN`].
     async fn pass_on_recorded(&mut self, known: &BTreeMap<u32, KnownClient>) {
         self.passed_on.retain(|process, since| known.contains_key(&process.pid) && since.elapsed() < AGAIN);
         let mut recorded: Vec<(RecordedContainer, DeviceName)> = Vec::new();

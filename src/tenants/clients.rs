@@ -14,16 +14,16 @@ use common::host::identity;
 use common::host::proc;
 use common::published::client::ClientView;
 
-/// The time that a new client gets to open its GPU before it is listed. If a control daemon has several GPUs, only the driver
-/// says which of them the client uses.
+/// The time that a new client gets to open its GPU before it is listed without a GPU. If a control daemon has several GPUs,
+/// only the driver knows which of them the client uses.
 const OPENS_AFTER: Duration = Duration::from_millis(200);
 
 /// By the UUID of the GPU. A GPU is missing if NVML does not list its processes.
 type ProcessesByGpu = BTreeMap<String, Vec<GpuProcess>>;
 
-/// Lists the clients of the control daemons with these statuses, and the bypasses on their GPUs. The register has the clients
-/// of all control daemons, so no control daemon is asked. NVML may already list a client before its line in the log is read.
-/// Such a client is listed too. If a process can't be read in time, its former slice is listed.
+/// Lists the clients of the control daemons with these statuses, and the bypasses on their GPUs. No control daemon is asked,
+/// since the register has all clients. NVML may know a client whose line in the log is not read yet, and this client is listed
+/// too. If the service can't examine a process in time, its last known slice is listed.
 pub(crate) async fn list(statuses: &[Status], tools: &Tools) -> Vec<ClientView> {
     let (mut processes, mut bypasses) = find_processes(statuses, tools).await;
     let is_told = |bypass: &Bypass| told(statuses).any(|known| known.is(bypass));
@@ -123,7 +123,7 @@ async fn find_processes(statuses: &[Status], tools: &Tools) -> (ProcessesByGpu, 
     (processes, bypasses)
 }
 
-/// The clients, each once for each of its GPUs. The UUID is empty if the GPU of a client is not known yet.
+/// Returns each client once for each of its GPUs. The UUID is empty if the GPU of a client is not known yet.
 fn clients_on(
     processes: &ProcessesByGpu,
     bypasses: &[Bypass],

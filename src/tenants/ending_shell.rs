@@ -20,7 +20,8 @@ use common::state_file::Running;
 /// The longest wait for the list of clients of one control daemon. Each question to the control daemon has a shorter deadline.
 const PATIENCE: Duration = Duration::from_secs(60);
 
-/// The longest wait for the list of clients of a control daemon that need not answer. An answer takes milliseconds.
+/// The longest wait for the list of clients of a control daemon whose answer the request can do without. An answer takes
+/// milliseconds.
 const OTHERS_PATIENCE: Duration = Duration::from_secs(1);
 
 #[derive(Debug, Clone)]
@@ -36,7 +37,8 @@ pub(crate) struct ClientsDaemon {
 #[derive(Debug)]
 pub(crate) struct EndingShell<P = ()> {
     daemons: Vec<ClientsDaemon>,
-    /// Control daemons that should not have any client of the request. They are asked too, but need not answer.
+    /// Control daemons that should have no client that the request means. The service asks them too, but can do without their
+    /// answers.
     others: Vec<ClientsDaemon>,
     patience: Duration,
     begun: Instant,
@@ -44,7 +46,7 @@ pub(crate) struct EndingShell<P = ()> {
 }
 
 impl<P> EndingShell<P> {
-    /// The times of the shell count from `begun`.
+    /// `begun` is the moment from which the core counts its times.
     pub(crate) fn new(daemons: Vec<ClientsDaemon>, begun: Instant, processes: P) -> Self {
         Self { daemons, others: Vec::new(), patience: PATIENCE, begun, processes }
     }

@@ -1,5 +1,5 @@
-//! Has the kernel enforce the memory limits of control groups that are bound to slices. A separate task sets and removes the
-//! limits one after another, so that the main loop does not wait for the driver.
+//! Makes the kernel enforce the memory limits of control groups that are bound to slices. A separate task sets and removes
+//! these limits, so that the main loop does not wait for the driver.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -54,7 +54,6 @@ impl KernelLimitKeeper {
         self.change_goals(|before| *before = goals);
     }
 
-    /// Adds goals. If a limit already has a goal, the new goal replaces it.
     pub(crate) fn add(&self, more: LimitGoals) {
         self.change_goals(|goals| goals.extend(more));
     }

@@ -18,12 +18,12 @@ use common::host::identity;
 use common::host::proc;
 use common::membership::containers::{containers_in, of_the_hosts};
 
-/// The longest wait for one question to the kernel about a process. The answer takes microseconds. But if the process is stuck
-/// in the driver, a read of its memory blocks.
+/// The longest wait for the kernel's answer about a process. The answer takes microseconds, but a read of the memory of a
+/// process that is stuck in the driver blocks.
 const PATIENCE: Duration = Duration::from_secs(2);
 
-/// The longest wait for the list of clients of one control daemon when a container runtime is about to send a signal. The rest
-/// of the request's short time is for ending the GPU work.
+/// The longest wait for the list of clients of one control daemon when a container runtime is about to send a signal. The
+/// request has little time, and most of it is for the end of the GPU work.
 const PATIENCE_BEFORE_A_SIGNAL: Duration = Duration::from_secs(1);
 
 /// Ends the GPU work of all processes that the request means. Returns when the work has ended, or after the timeout of the
@@ -45,8 +45,8 @@ pub(crate) async fn terminate(
     (termination.had_work(), result)
 }
 
-/// True if a control daemon can have clients that the request means. Other control daemons are not required to answer, since a
-/// hung one must not delay the request.
+/// True if a control daemon can have clients that the request means. The service does not wait long for other control daemons,
+/// since a hung one must not delay the request.
 fn can_serve(daemon: &ClientsDaemon, wanted: &Target) -> bool {
     match (wanted, daemon.slice) {
         (Target::Slices(slices), Some(only)) => slices.contains(&only),

@@ -116,7 +116,7 @@ fn sigkill(machine: &mut Machine) {
     assert_eq!(machine.property(SERVICE, "NRestarts"), "1");
 }
 
-/// After a SIGTERM from `kill`, the clients run on. `systemctl stop` ends them.
+/// After a SIGTERM from `kill`, systemd starts the service again and the clients run on. `systemctl stop` ends the clients.
 fn sigterm(machine: &mut Machine) {
     let running = Running::start(machine, "RestartSec=100ms");
     let cursor = machine.cursor();
@@ -127,8 +127,7 @@ fn sigterm(machine: &mut Machine) {
     running.unharmed(machine, &main, &cursor);
 }
 
-/// In this test, a flood of requests makes the service exceed its memory limit. The kernel ends the service, and
-/// systemd starts it again.
+/// A flood of requests makes the service exceed its memory limit. The kernel kills the service, and systemd starts it again.
 fn flood(machine: &mut Machine) {
     const SCRIPT: &str = "/srv/attack.py";
     machine.write(SCRIPT, include_str!("../it/attack.py"));
@@ -195,7 +194,8 @@ fn cdi(machine: &mut Machine) {
     machine.sh(&format!(
         "echo 'cuda_mps_cdi_directory: /var/run/cdi' >>{HOST_CONF}; systemctl reload {SERVICE}"
     ));
-    // The inode number and the time of the last change differ if the service removes or writes the CDI spec during its restart.
+    // A change of the inode number or of the time of the last change shows that the service has removed or written the CDI
+    // spec.
     let identity = |machine: &Machine| text(&machine.run(&["stat", "--format=%i %Z", SPEC]).stdout);
     wait_for("the spec", || (!identity(machine).is_empty()).then_some(()));
     let before = identity(machine);

@@ -14,7 +14,7 @@ use tokio::signal::unix::{SignalKind, signal};
 /// With this first argument, the test program runs as the small service of this file.
 pub(crate) const ARGUMENT: &str = "asker";
 
-/// A shell script that runs until SIGTERM. Then the script writes a line to /var/order and exits.
+/// A shell script that runs until it gets SIGTERM. The script then writes a line to /var/order and exits.
 const HELD: &str = "trap 'echo held >>/var/order; exit' TERM; while :; do sleep 0.05; done";
 
 pub(crate) fn run() -> ExitCode {
@@ -23,7 +23,6 @@ pub(crate) fn run() -> ExitCode {
     ExitCode::SUCCESS
 }
 
-/// Asks systemd to move the process `pid` to a new scope. Returns the name of the scope, or the error as text.
 async fn scope(id: &str, pid: u32) -> Result<String, String> {
     move_to_scope(id, pid).await.map_err(|error| error.to_string())
 }
@@ -44,8 +43,8 @@ async fn ask() {
     stop.recv().await;
     let why = why_stopping().await;
     println!("{why:?}");
-    // This process waits before it writes its line. If systemd stops the process in the scope too early, that process therefore
-    // writes the first line of `/var/order`.
+    // This process waits before it writes its line. If systemd stops the process in the scope too early, the first line of
+    // /var/order shows this.
     tokio::time::sleep(std::time::Duration::from_millis(300)).await;
     let mut order = std::fs::File::options().create(true).append(true).open("/var/order").unwrap();
     writeln!(order, "{why:?}").unwrap();

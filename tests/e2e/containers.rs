@@ -65,7 +65,7 @@ const RUN: [&str; 11] = [
     COMPOSE_UP,
 ];
 
-/// The lines of docs/containers.md that these tests do not run, each with the reason.
+/// The commands of docs/containers.md that these tests do not run, each with the reason.
 const ELSEWHERE: [(&str, &str); 5] = [
     ("nvidia-ctk runtime configure --runtime=docker && systemctl restart docker", "needs NVIDIA's toolkit"),
     ("yunion-mpsctl env 00:06.0-1 --format cdi", "its output is in tests/golden"),
@@ -118,7 +118,6 @@ fn page_text() -> String {
     fs::read_to_string(Path::new(env!("CARGO_MANIFEST_DIR")).join("docs/containers.md")).unwrap()
 }
 
-/// Returns the Compose file that `page`, the text of docs/containers.md, shows.
 fn compose_file(page: &str) -> String {
     let from = page.lines().skip_while(|line| *line != "    services:");
     let lines = from.take_while(|line| !line.is_empty());
@@ -273,7 +272,6 @@ fn is_a_client_of_slice_1(printed: &str, place: &str) {
     assert!(printed.contains(" sms 32 ") && printed.contains(" free 35797 "), "{printed}");
 }
 
-/// Waits until the service lists this number of clients, and returns them.
 fn clients(machine: &Machine, number: usize) -> Vec<Value> {
     wait_for("the clients", || {
         let printed = machine.printed(&["yunion-mpsctl", "clients", "--json"]);
@@ -297,7 +295,7 @@ fn podman(machine: &mut Machine) {
         // With the value `void`, NVIDIA's hook does not add the GPU a second time.
         assert!(printed.contains("NVIDIA_VISIBLE_DEVICES=void\n"), "{printed}");
     }
-    // The service knows the slice of a container by its control group, whatever the container's environment claims. Only a user
+    // The service takes the slice of a container from the container's control group and not from its environment. Only a user
     // who is root on the host can command the control daemon.
     for (user, may_command) in [
         ("--user=0:0", "neighbours"),
@@ -401,8 +399,8 @@ fn binds(machine: &Machine, engine: &str, run: &str) {
 /// The number of times that the test ends the client of a container, which the engine must then restart.
 const LOSSES: u32 = 4;
 
-/// Repeats [`one_comes_back`] `ROUNDS` times, or once without this variable. Each round has a new container and a restarted
-/// service: Docker and the service wait longer before each further restart.
+/// Repeats [`one_comes_back`] `ROUNDS` times, or once without this variable. Docker and the service wait longer before each
+/// further restart of a container. So each round has a new container and a restarted service.
 fn comes_back(machine: &Machine, engine: &str, run: &str) {
     let rounds = std::env::var("ROUNDS").map_or(1, |number| number.parse().unwrap());
     for round in 0..rounds {
@@ -453,8 +451,8 @@ fn podman_binds(machine: &mut Machine) {
 
 fn podman_binds_legacy(machine: &mut Machine) {
     podman_binds(machine);
-    // The machine shares the legacy hierarchies with the host. Without this line, the control groups that Podman has made would
-    // stay on the host.
+    // The machine shares the hierarchies of version 1 with the host. The test removes the control groups that Podman has made,
+    // since they would stay on the host.
     machine.sh("rmdir /sys/fs/cgroup/*/machine.slice 2>/dev/null || :");
 }
 
@@ -534,12 +532,12 @@ fn stops_page(first: &str) -> String {
 /// The number of rounds of stops. Three containers are stopped in each round.
 const STOPS: usize = 17;
 
-/// The first process of a container: it passes SIGTERM on to its program, as the small inits of containers do.
+/// A command for a container. Its first process passes SIGTERM on to the CUDA program, as the small inits of containers do.
 const PASSES_TERM_ON: &str = "sh -c 'trap \"kill -TERM \\$!\" TERM; cuda-client long 600 & wait; wait'";
 
-/// Checks that the client of a bystander's container survives about fifty stops of other containers in the middle of kernels. A
-/// third of the stops each is by SIGTERM, by SIGKILL and by a removal. With the plain runtime instead of the service's runtime,
-/// the next stop ends the bystander's work. `run` is a command that starts a container with slice 1.
+/// Checks that the client of a bystander's container survives about fifty stops of other containers in the middle of kernels.
+/// The stops are by SIGTERM, by SIGKILL and by removal. After a stop with plain runc, the bystander's client must fail, which
+/// shows that the stops were dangerous. `run` is a command that starts a container with slice 1.
 fn stopped(machine: &Machine, engine: &str, run: &str) {
     let run = run.replace("--rm", "--detach");
     // `podman rm --force` stops a container and waits ten seconds for its end. With `--time 0`, Podman does not wait.
@@ -576,8 +574,8 @@ fn stopped(machine: &Machine, engine: &str, run: &str) {
     machine.sh(&format!("{remove} {careful}"));
     assert_eq!(state().trim(), "running");
 
-    // A service that hangs does not delay the stop of a container. If the service hangs during the stop of a container,
-    // the journal says that other clients may have lost their work.
+    // If the service hangs, a container can still be stopped within 25 s. The journal then says that other clients may have
+    // lost their work.
     let calm = start("00:06.0-1", "cuda-client hold 600");
     clients(machine, 2);
     machine.sh(&format!(
@@ -600,7 +598,8 @@ fn stopped(machine: &Machine, engine: &str, run: &str) {
     machine.sh(&format!("{remove} {neighbour}; yunion-mpsctl is-ready --wait 60"));
 }
 
-/// Checks Podman's stops with the runtime of docs/stops.md. Without this runtime, an administrator ends the GPU work by hand.
+/// Checks Podman's stops with the runtime of docs/stops.md. Then stops a container with the command of docs/containers.md,
+/// which needs no such runtime.
 fn podman_stops(machine: &mut Machine) {
     if !with_podman(machine) {
         return;

@@ -83,7 +83,8 @@ fn in_its_sandbox(machine: &mut Machine) {
     wait_for("the slice", || (said(machine, r#""yunion.io/mps=00:06.0-2""#) == 1).then_some(()));
 }
 
-/// Tests a kubelet directory that is removed and made again, as kubeadm does when a node joins a cluster again.
+/// When a node joins a cluster again, kubeadm removes the kubelet's directory and makes it again. The device plugin must then
+/// register again.
 fn directory_made_anew(machine: &mut Machine) {
     let before = said(machine, r#""event": "registered""#);
     // The device plugin makes its socket again each time that the socket is removed. So the test repeats `rm` until the

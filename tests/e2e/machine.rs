@@ -23,8 +23,7 @@ pub(crate) enum Hierarchy {
 }
 
 impl Hierarchy {
-    /// True if a container on this host can have this version of control groups, and the container's systemd supports this
-    /// version.
+    /// True if this host and the container's systemd support this version of control groups.
     pub(crate) fn available(self) -> bool {
         match self {
             Self::Unified => true,
@@ -88,7 +87,7 @@ impl Stage {
 /// A running machine, which is shut down when this value is dropped.
 pub(crate) struct Machine {
     script: Child,
-    /// The host's PID for the machine's PID 1.
+    /// The PID that the machine's systemd has on the host.
     leader: u32,
     name: String,
     directory: TempDir,
@@ -120,7 +119,7 @@ impl Machine {
         machine
     }
 
-    /// Waits until the machine has booted with a PID 1 other than `before`.
+    /// Waits until the machine has booted. `before` is the `leader` before a reboot, or 0.
     fn wait_until_up(&mut self, before: u32) {
         let deadline = Instant::now() + DEADLINE;
         loop {
@@ -129,8 +128,7 @@ impl Machine {
             }
             if let Some(leader) = self.find_leader().filter(|leader| *leader != before) {
                 self.leader = leader;
-                // The machine starts the host's units too. A unit of the host that fails does not matter for the tests, so the
-                // state "degraded" is accepted.
+                // The machine also starts the host's units, and some of them may fail. So the state "degraded" is accepted.
                 let state = self.run(&["systemctl", "is-system-running", "--wait"]);
                 if ["running", "degraded"].contains(&text(&state.stdout).trim()) {
                     return;
@@ -141,8 +139,8 @@ impl Machine {
         }
     }
 
-    /// Returns the host's PID of the machine's systemd, which is a child of systemd-nspawn, which is a child of `boot.sh`.
-    /// Before it starts systemd, systemd-nspawn has other children.
+    /// Returns the PID that the machine's systemd has on the host. systemd is a child of systemd-nspawn, which is a child of
+    /// `boot.sh`. systemd-nspawn has other children before it starts systemd.
     fn find_leader(&self) -> Option<u32> {
         child(child(self.script.id(), "systemd-nspawn")?, "systemd")
     }
@@ -166,7 +164,6 @@ impl Machine {
         command.output().unwrap_or_else(|error| panic!("{command:?}: {error}"))
     }
 
-    /// Runs a command in the machine, which must succeed, and returns its stdout.
     #[track_caller]
     pub(crate) fn printed<S: AsRef<OsStr> + std::fmt::Debug>(&self, words: &[S]) -> String {
         let output = self.run(words);
@@ -175,7 +172,6 @@ impl Machine {
         out
     }
 
-    /// Runs a command in the machine, which must fail, and returns its stderr.
     #[track_caller]
     pub(crate) fn complained<S: AsRef<OsStr> + std::fmt::Debug>(&self, words: &[S]) -> String {
         let output = self.run(words);
@@ -183,7 +179,6 @@ impl Machine {
         text(&output.stderr)
     }
 
-    /// Runs a shell script in the machine, which must succeed, and returns its stdout.
     #[track_caller]
     pub(crate) fn sh(&self, script: &str) -> String {
         self.printed(&["sh", "-euc", script])
@@ -207,7 +202,7 @@ impl Machine {
         release(&self.printed(&["systemctl", "--version"]))
     }
 
-    /// Returns a cursor for the present end of the machine's journal.
+    /// Returns a cursor to the present end of the machine's journal.
     pub(crate) fn cursor(&self) -> String {
         self.printed(&["journalctl", "--sync"]);
         let shown = self.printed(&["journalctl", "--lines=1", "--show-cursor", "--quiet"]);
@@ -261,8 +256,8 @@ impl Drop for Machine {
         for hierarchy in ["", "/systemd", "/unified", "/freezer"] {
             let group = Path::new("/sys/fs/cgroup").join(hierarchy.trim_start_matches('/')).join(&self.name);
             let deadline = Instant::now() + DEADLINE;
-            // A process of a killed machine may still be ending, and the kernel does not remove a control group that has a
-            // process.
+            // The kernel removes no control group that has a process, and a process of a killed machine may need a moment to
+            // end.
             while let Err(error) = remove_groups(&group) {
                 if Instant::now() >= deadline {
                     eprintln!("{} is left: {error}", group.display());

@@ -1,7 +1,6 @@
 //! Tests of the installed service on a booted systemd, as root. The output names each check.
 //!
-//! These tests do not use the harness of libtest. It has no way to share a machine between tests, and to remove the machine
-//! after the last test.
+//! These tests do not use libtest. With libtest, tests can't share a machine and shut it down after the last test.
 
 // `clippy.toml` allows `unwrap` and the like only in functions marked as tests. The helper functions of this program also call
 // them.
@@ -13,7 +12,7 @@
     clippy::print_stderr,
     clippy::print_stdout
 )]
-// These lints ask for code that would make tests harder to read, or that the D-Bus interface does not allow.
+// These lints ask for changes that would make the tests harder to read, or that the D-Bus interface does not allow.
 #![allow(
     clippy::assigning_clones,
     clippy::float_cmp,
@@ -49,7 +48,7 @@ use std::time::Instant;
 
 use machine::{Hierarchy, Machine, Stage};
 
-/// The number of machines that run at the same time. A machine spends most of its time waiting.
+/// The number of machines that run at the same time. Several machines save time even on one CPU, since a machine mostly waits.
 const MACHINES: usize = 2;
 
 /// A check with its name. Other checks may have used the machine before.
@@ -63,7 +62,7 @@ struct Group {
     checks: &'static [Check],
 }
 
-// The groups that take longest come first. Otherwise a long group would run alone at the end.
+// The longest groups come first, so that no long group runs alone at the end.
 const GROUPS: &[Group] = &[
     // Podman and Docker start containers on a host with the service from the deb.
     Group {
@@ -255,7 +254,6 @@ fn run(group: &Group, checks: Vec<(String, Check)>) -> (usize, Vec<String>) {
             passed += 1;
         } else {
             println!("test {name} ... FAILED ({seconds:.1} s)");
-            // The end of the machine's journal may explain the failure.
             let journal =
                 machine.run(&["journalctl", "--lines=50", "--no-hostname", "--output=short-monotonic"]);
             eprintln!("--- the end of the machine's journal\n{}---", machine::text(&journal.stdout));

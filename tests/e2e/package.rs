@@ -39,7 +39,7 @@ pub(crate) const RPM_CHECKS: &[Check] = &[
 ];
 
 /// Returns the directory of the packages under test, the directory of their programs, and the command that makes the packages.
-/// With the variable `RELEASE`, these are the packages of `make deb rpm`, otherwise packages that are built only for tests.
+/// The variable `RELEASE` selects the packages of `make deb rpm`. Other packages are built only for tests.
 fn packages() -> (&'static str, &'static str, &'static str) {
     if std::env::var_os("RELEASE").is_some_and(|value| !value.is_empty()) {
         ("dist", "target/packaged", "make deb rpm")
@@ -48,7 +48,6 @@ fn packages() -> (&'static str, &'static str, &'static str) {
     }
 }
 
-/// Returns the only package of the service with this file name extension.
 fn built(ending: &str) -> PathBuf {
     built_package("yunion-mps-daemon", ending)
 }
@@ -94,7 +93,7 @@ const PREVIOUS_RPM: &str = "/var/tmp/previous.rpm";
 const PLATFORM_RPM: &str = "/var/tmp/platform.rpm";
 const NEXT_STEP: &str =
     "yunion-mps-daemon: run 'yunion-mpsctl setup', then 'systemctl enable --now yunion-mps-daemon'.";
-/// The machine's own list of packages belongs to dpkg, so rpm uses a list in another directory.
+/// rpm uses a database of its own, since only dpkg knows the packages that are installed on the machine.
 const RPMS: &str = "rpm --dbpath /var/tmp/rpmdb --nodeps";
 
 fn run(command: &mut Command) -> String {
@@ -283,7 +282,7 @@ fn listing(machine: &mut Machine) {
 }
 
 fn looked_for(machine: &mut Machine) {
-    // Each file that the unit's `Documentation=` names is installed. The test checks the manual pages further below.
+    // Each file that the unit's `Documentation=` names must be installed.
     let documentation = machine.property(SERVICE, "Documentation");
     let files: Vec<&str> =
         documentation.split_ascii_whitespace().filter_map(|word| word.strip_prefix("file:")).collect();
@@ -371,8 +370,8 @@ fn remove_failed(machine: &mut Machine) {
 
 fn purge(machine: &mut Machine) {
     absent(machine);
-    // The search also finds working copies of the sources on the host, since the machine shows the host's files. They are in
-    // the list before the installation too.
+    // The search also finds source trees on the host, since the machine shows the host's files. These paths are in `before`
+    // too, so they do not count.
     let ours = || -> BTreeSet<String> {
         let found = machine.sh(
             "find / -xdev \\( -path /proc -o -path /sys -o -path /srv -o -path /var/tmp -o -path '/var/log/*' \
@@ -429,14 +428,14 @@ fn platforms(machine: &Machine, install: &str) -> String {
     machine.printed(&["systemd-run", "--quiet", "--unit=their-client", "sh", "-euc", &client]);
     let listed = format!("{theirs_is} echo ps | nvidia-cuda-mps-control");
     wait_for("their client at work", || machine.sh(&listed).contains("cuda-client").then_some(()));
-    // The process that has started the platform's control daemon has the same name for a moment.
+    // The process that starts the platform's control daemon has the same name and ends a moment later.
     wait_for("one control daemon", || {
         <[String; 1]>::try_from(control_daemons(machine)).ok().map(|[theirs]| theirs)
     })
 }
 
-/// Checks that the service does not end the platform's control daemon while that control daemon has a client, and that
-/// `yunion-mpsctl status` prints `theirs`, its PID. After the client's end, the service replaces that control daemon.
+/// While the platform's control daemon has a client, the service must not end it, and `yunion-mpsctl status` must print its PID
+/// `theirs`. After the client's end, the service replaces this control daemon.
 fn taken_over(machine: &Machine, theirs: &str) {
     machine.sh("test ! -e /opt/yunion/bin/mps-daemon");
     wait_for("its PID in the reason", || {
@@ -460,8 +459,8 @@ fn rpm_take_over(machine: &mut Machine) {
     taken_over(machine, &theirs);
 }
 
-/// The machine gets the rpm of the service, an earlier version of this rpm, the platform's own rpm, and the deb for a
-/// comparison.
+/// The machine gets the rpm of the service, an earlier version of this rpm, and the platform's own rpm. The test compares the
+/// files of the rpm with those of the deb.
 pub(crate) fn stage_rpm() -> Stage {
     let stage = simulated();
     stage.put(&built(".rpm"), RPM);
@@ -541,8 +540,7 @@ fn rpm_files(machine: &mut Machine) {
     let rpm =
         files("cd /var/tmp/root; find ./usr ./etc ! -type d 2>/dev/null | grep -v -e /rpm/ -e /build-id/");
     let deb = files(&format!("dpkg-deb --fsys-tarfile {DEB} | tar -t"));
-    // Debian uses other directories for zsh's completions and for lintian, and its packages have other documentation. The lists
-    // are made comparable here.
+    // Debian uses other directories for zsh's completions and for lintian, and its packages have other documentation.
     let plain = |names: Vec<String>| -> Vec<String> {
         let mut names: Vec<String> = names
             .into_iter()

@@ -20,7 +20,6 @@ fn is_ready(machine: &Machine) {
     wait_for("the state ready", || (state(machine) == "ready").then_some(()));
 }
 
-/// Runs a command on the simulated host, in a new systemd unit that has `property`.
 fn in_unit(machine: &Machine, property: &str, command: &str) -> Output {
     let property = format!("--property={property}");
     let words = ["systemd-run", "--quiet", "--wait", "--pipe", &property, "sh", "-c"];

@@ -1,6 +1,5 @@
-//! Types the commands of the README and of docs/operations.md on a newly installed machine. After the commands of the README
-//! alone, the service serves GPUs, and after all commands it does so again. [`ELSEWHERE`] lists the commands that the test does
-//! not type.
+//! Types the commands of the README and of docs/operations.md on a newly installed machine. The service must serve GPUs after
+//! the commands of the README, and again after all commands. [`ELSEWHERE`] lists the commands that the test does not type.
 
 use std::fs;
 use std::path::Path;
@@ -44,7 +43,7 @@ const ELSEWHERE: [(&str, &str); 11] = [
 
 pub(crate) const CHECKS: &[Check] = &[("its_words_alone_make_a_fresh_system_serve", words)];
 
-/// The test types the commands in this directory, which has the package of the service and a CUDA program.
+/// The directory in which the test types the commands. It has the package of the service and a CUDA program.
 const DIRECTORY: &str = "/root/readme";
 
 /// Makes the simulated GPUs appear as the machine's own GPUs, without an option or a setting of the service. A container can't
@@ -71,7 +70,8 @@ pub(crate) fn on_simulated_hardware(machine: &Machine) {
              ReadWritePaths={HOST}\n"
         ),
     );
-    // A user would answer apt's question with yes. The test machine has no network for recommended packages.
+    // apt answers its question with yes, as a user would. It installs no recommended packages, since the machine has no
+    // network.
     let settings = "APT::Get::Assume-Yes \"true\";\nAPT::Install-Recommends \"false\";\n";
     machine.write("/etc/apt/apt.conf.d/99readme", settings);
     machine.sh(&format!(
@@ -111,8 +111,8 @@ fn words(machine: &mut Machine) {
                     assert!(printed.contains("yunion-mpsctl: takes 00:06.0-0 (H200"), "{printed}");
                     // A slice has a tenth of the 132 SMs, and a GPU assigns SMs in pairs.
                     assert!(printed.contains(" sms 12 "), "{printed}");
-                    // On a host without the platform, a program that was started without a slice also connects to MPS, and gets
-                    // the limits of a slice.
+                    // On a host without the platform, a program without a slice also connects to MPS and gets the limits of a
+                    // slice.
                     assert!(typed(machine, "./a-cuda-program").contains(" sms 12 "));
                     assert_eq!(compute_mode(machine), "Exclusive_Process");
                     assert_eq!(state(machine), "ready");
@@ -141,7 +141,6 @@ fn fresh(machine: &Machine) {
     assert_eq!(control_daemons(machine), Vec::<String>::new());
 }
 
-/// Types a command of a guide on the simulated host. Returns its stdout and stderr.
 #[track_caller]
 fn typed(machine: &Machine, command: &str) -> String {
     let script = format!("{ON_HOST} export HOME=/root; cd {DIRECTORY}; {command}");

@@ -20,7 +20,7 @@ pub(crate) const CHECKS: &[Check] = &[
 ];
 
 /// The checks that also run with control groups of version 1. In a container, systemd then does not notice that a scope is
-/// empty, so the checks that need an empty scope are missing here.
+/// empty. So no check in this list needs an empty scope.
 pub(crate) const CHECKS_LEGACY: &[Check] = &[
     ("a_process_moves_to_a_scope_that_outlives_us", outlives),
     ("stop_restart_and_kill_are_told_apart", reasons),
@@ -42,8 +42,8 @@ pub(crate) fn stage() -> Stage {
     stage
 }
 
-/// Restarts the small service of `asker.rs`, which then asks systemd for the scope with the id `id`. Files of earlier checks
-/// are removed before.
+/// Removes the files of earlier checks, and restarts the small service of `asker.rs`. The small service then asks systemd for
+/// the scope with the id `id`.
 fn start(machine: &Machine, id: &str) {
     machine.sh(&format!(
         "systemctl stop {SERVICE}; systemctl stop 'yunion-mps-control-*.scope'; rm -f /var/order; \
@@ -80,7 +80,7 @@ fn outlives(machine: &mut Machine) {
     start(machine, "shared");
     let pid = held(machine);
     assert_eq!(said(machine, &cursor), [format!("scope of {pid}: Ok(\"{SCOPE}\")")]);
-    // The shell may have started a `sleep` before it moved to the scope. This `sleep` ends in a moment.
+    // The shell may have started a `sleep` before the shell moved to the scope. This `sleep` ends in a moment.
     let main = machine.property(SERVICE, "MainPID");
     wait_for("nobody else in the service", || (processes(machine, SERVICE) == [main.clone()]).then_some(()));
     for (property, value) in [

@@ -84,7 +84,7 @@ pub(crate) fn new_host(machine: &Machine) {
     machine.sh(&format!(
         "systemctl kill --signal=CONT {SERVICE} 2>/dev/null || :; systemctl stop {SERVICE} || :"
     ));
-    // Control daemons of an earlier check may still run. They are killed here.
+    // Control daemons of an earlier check may still run.
     for pid in control_daemons(machine) {
         machine.sh(&format!("kill -KILL {pid} 2>/dev/null || :"));
     }
@@ -139,8 +139,8 @@ pub(crate) fn compute_mode(machine: &Machine) -> String {
     machine.sh(&format!("{ON_HOST} {query}")).trim_end().to_owned()
 }
 
-/// Returns the PIDs of the running control daemons. A front end is the same program without an argument, so processes without
-/// an argument are left out.
+/// Returns the PIDs of the running control daemons. A front end is the same program without an argument, so only processes with
+/// an argument count.
 pub(crate) fn control_daemons(machine: &Machine) -> Vec<String> {
     let processes = machine.printed(&["ps", "-e", "--no-headers", "--format=pid,args"]);
     let control = processes.lines().filter_map(|line| {
@@ -408,7 +408,7 @@ fn explained(machine: &mut Machine) {
     let killed = control_daemons(machine);
     assert_eq!(killed.len(), 1, "{killed:?}");
     machine.sh(&format!("kill -KILL {}", killed[0]));
-    // docs/journal.md documents this message id, by which alerts find the message.
+    // Alerts find the message by this message id, which docs/journal.md documents.
     let entry_of = |kind: &str| {
         let of_kind = |entry: &Value| entry["MESSAGE_ID"] == kind;
         wait_for("the message of its kind", || ours(machine, &cursor).into_iter().find(of_kind))
@@ -577,8 +577,7 @@ fn outside_the_sandbox(machine: &mut Machine) {
     machine.sh(&format!("systemctl stop {SERVICE}; rm -r /opt/pipe"));
 }
 
-/// The opening of a device node without a driver fails. The test tells by the error whether the sandbox or the missing driver
-/// refused the opening.
+/// A device node without a driver can't be opened. The error shows whether the sandbox or the missing driver is the cause.
 fn sandboxed_devices(machine: &mut Machine) {
     serving(machine);
     machine.sh("cd /srv; mknod nvidia0 c 195 0; mknod other c 60 0; chmod 666 nvidia0 other");
@@ -632,8 +631,8 @@ fn boot(machine: &mut Machine) {
     assert_eq!(machine.property(SERVICE, "NRestarts"), "0");
     assert_eq!(compute_mode(machine), "Exclusive_Process");
     let before = machine.printed(&["journalctl", "--boot=-1", "--output=cat", &format!("--unit={SERVICE}")]);
-    // systemd stopped the service before the programs that the service needs. So the service could still restore the compute
-    // mode.
+    // At the reboot, systemd stopped the service before the programs that the service needs. So the service could still restore
+    // the compute mode.
     assert!(before.contains("restored from Exclusive_Process to Default"), "{before}");
     machine.sh(&format!("systemctl disable --quiet {SERVICE}"));
 }

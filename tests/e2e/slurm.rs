@@ -48,7 +48,7 @@ fn lines(from: &str, to: &str) -> String {
     lines[..=end].join("\n") + "\n"
 }
 
-/// Returns the line of docs/slurm.md that is exactly `words`. Fails if docs/slurm.md has no such line.
+/// Checks that docs/slurm.md has exactly the line `words`, and returns this line.
 fn line(words: &str) -> String {
     lines(words, words)
 }
@@ -64,8 +64,8 @@ pub(crate) fn prepared(machine: &Machine) {
         useradd --create-home alice
         mkdir -p /var/lib/slurm/slurmctld /var/lib/slurm/slurmd /etc/yunion /etc/slurm
         systemctl start munge");
-    // A slurmd that is stopped after slurmctld waits for an answer of slurmctld. The limit shortens the shutdown of the
-    // machine.
+    // If slurmd stops after slurmctld, it waits in vain for an answer of slurmctld. The time limit shortens this wait at the
+    // shutdown of the machine.
     machine.write("/etc/systemd/system/slurmd.service.d/test.conf", "[Service]\nTimeoutStopSec=5\n");
     machine.sh("systemctl daemon-reload");
     // Slurm's plugin for control groups of version 2 refuses a kernel that also has a hierarchy of version 1.
@@ -152,8 +152,8 @@ fn guide(machine: &mut Machine) {
     let visible =
         alice(machine, "srun --gres=gpu:1 yunion-mpsctl run --slurm -- printenv CUDA_VISIBLE_DEVICES");
     assert_eq!(visible.trim(), UUID);
-    // Slurm numbers the slices. If Slurm set `CUDA_VISIBLE_DEVICES`, CUDA would take the number of a slice for the number of a
-    // GPU.
+    // Slurm counts slices, and CUDA counts GPUs. If Slurm set `CUDA_VISIBLE_DEVICES`, CUDA would take the number of a slice for
+    // the number of a GPU.
     assert_eq!(alice(machine, "srun --gres=gpu:1 sh -c 'echo ${CUDA_VISIBLE_DEVICES-none}'").trim(), "none");
     let without = machine.complained(&["su", "alice", "-c", "srun yunion-mpsctl run --slurm -- true"]);
     assert!(without.contains("Slurm has given no slice to this step"), "{without}");
@@ -179,13 +179,14 @@ fn prolog(machine: &mut Machine) {
     let bound =
         || machine.printed(&["yunion-mpsctl", "list", "--json"]).matches("\"bound_to\": \"job 7\"").count();
     assert_eq!(bound(), 0, "it has asked for no slice");
-    // Outside of a job's control group, the Prolog script fails with a reason and binds nothing.
+    // Outside of a job's control group, the Prolog script succeeds without a slice in its environment. With a slice it fails
+    // and prints the reason.
     machine.sh("exec /etc/slurm/prolog.sh");
     let elsewhere = machine.complained(&["sh", "-c", "SLURM_JOB_GPUS=0 exec /etc/slurm/prolog.sh"]);
     assert!(elsewhere.contains("which does not belong to a job: PrologFlags=RunInJob"), "{elsewhere}");
     machine.sh(&prolog("SLURM_JOB_GPUS=1,2"));
     assert_eq!(bound(), 2);
-    // The client gets one of the job's slices, even if its environment claims a slice of another job.
+    // A client that claims a slice of its job has this slice. A client that claims another slice has all slices of its job.
     for (number, has) in [("1", DEVICES[1]), ("0", &*format!("{},{}", DEVICES[1], DEVICES[2]))] {
         let claim = DEVICES[number.parse::<usize>().unwrap()];
         machine.sh(&format!(
@@ -220,7 +221,7 @@ fn own_slices(machine: &mut Machine) {
 }
 
 fn cancelled(machine: &mut Machine) {
-    // The loop runs the batch script of docs/slurm.md, and the variant with `exec`, which docs/slurm.md also calls safe.
+    // docs/slurm.md shows this batch script, and says that a variant with `exec` is safe too.
     for script in [script(), script().replace("srun ", "exec ")] {
         batch(machine, "victim", "", &script);
         let freed = &at_work(machine, 1)[0];
@@ -228,7 +229,7 @@ fn cancelled(machine: &mut Machine) {
         at_work(machine, 2);
         alice(machine, "scancel --name=victim");
         ended(machine, "victim", "CANCELLED");
-        // A next job for three GPUs gets all slices except the neighbour's.
+        // The next job asks for three GPUs, and gets all slices except the neighbour's.
         let next = "srun --gres=gpu:3 yunion-mpsctl run --slurm -- printenv YUNION_MPS_DEVICE";
         let next = alice(machine, next);
         assert!(next.contains(freed.as_str()), "{next}");
@@ -294,7 +295,6 @@ fn with_srun(command: &str) -> String {
     script().replace("python3 train.py", command)
 }
 
-/// Runs a command as alice, a user of the cluster, and returns its stdout.
 #[track_caller]
 fn alice(machine: &Machine, command: &str) -> String {
     machine.printed(&["su", "alice", "-c", &format!("cd {JOBS}; {command}")])

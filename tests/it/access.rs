@@ -36,7 +36,7 @@ struct Scene {
     next: ContainerGroup,
 }
 
-/// The answers, by caller and method. The methods that give out slices are called doors.
+/// The answers, by caller and door. A door is a method that gives out slices.
 type Answers = BTreeMap<String, String>;
 
 /// Calls a D-Bus method. Returns `yes`, or the name and the words of its error.
@@ -88,14 +88,13 @@ impl Scene {
         };
         let mut answers = vec![("TakeDevices", take(false)), ("TakeDevices, a free one", take(true))];
         if !share {
-            // GetContainerConfig has no option `share`, so it is called only for the case without `share`.
+            // `GetContainerConfig` has no option `share`.
             let config = answer(self.gdbus(asker), "Manager.GetContainerConfig", &[&devices]);
             answers.push(("GetContainerConfig", config));
         }
         answers.into_iter().map(|(door, answer)| (format!("{asker:?}: {door}"), answer)).collect()
     }
 
-    /// Calls Bind for the second control group. A binding that succeeds is removed at once.
     fn bound(&self, share: bool) -> Answers {
         let (devices, path) = (format!("['{SLICE}']"), path(&self.next));
         let bind = |free| {
@@ -120,8 +119,8 @@ impl Scene {
         answers
     }
 
-    /// Waits until every method gives root the answer `expected`. The calls from the container must get the answer
-    /// `to_container`, since the container may already have the slice.
+    /// Waits until every method gives root the answer `expected`. The container may already have the slice, so its calls must
+    /// get the answer `to_container`.
     #[track_caller]
     fn all_answer(&self, expected: &str, to_container: &str) {
         wait_for(expected, || {
@@ -251,8 +250,8 @@ fn all_doors_agree_with_a_control_daemon_for_each_slice() {
     doors_agree("cuda_mps_topology: per_slice", "all_doors_agree_with_a_control_daemon_for_each_slice");
 }
 
-/// `env --free` takes the slice with the fewest clients. The service asks all control daemons for their clients, and passes
-/// over those that do not answer.
+/// `env --free` takes the slice with the fewest clients. The service asks all control daemons for their clients, and skips the
+/// slices of a control daemon that does not answer.
 #[test]
 fn a_choice_does_not_fail_for_a_control_daemon_that_does_not_answer() {
     let mut host = Host::new("mixed");

@@ -24,7 +24,7 @@ fn source(path: &str) -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join(path)
 }
 
-/// Returns true if this machine can run programs for aarch64 in the emulator. Otherwise reports the test as skipped.
+/// Returns true if the emulator can run programs for aarch64 on this machine. Otherwise reports the test as skipped.
 fn can_run(what: &str) -> bool {
     if cfg!(target_arch = "aarch64") {
         skip(what, "this machine is aarch64");
@@ -35,7 +35,7 @@ fn can_run(what: &str) -> bool {
     }
     let emulator = source(".cache/arm64/qemu-aarch64");
     assert!(emulator.is_file(), "{} is missing; scripts/arm64-root.sh fetches it", emulator.display());
-    // Since Linux 6.7, a user namespace can register emulators of its own.
+    // Before Linux 6.7, a user namespace can't register an emulator.
     let mut mount = Command::new("unshare");
     mount.args(["--user", "--map-root-user", "--mount", "mount", "-t", "binfmt_misc", "binfmt_misc"]);
     let can = mount.arg("/proc/sys/fs/binfmt_misc").stderr(Stdio::null()).status().unwrap().success();
@@ -78,7 +78,7 @@ fn deb() -> PathBuf {
 /// Namespaces with an installed Debian for arm64. No systemd runs there.
 struct Root {
     namespaces: Child,
-    /// The PID on this machine of the first process in the namespaces.
+    /// The first process in the namespaces, by its PID on this machine.
     first: u32,
 }
 
@@ -133,7 +133,6 @@ impl Root {
         self.sh(&format!("{program} >>{output} 2>&1 </dev/null & echo $!")).trim().to_owned()
     }
 
-    /// Returns the JSON that yunion-mpsctl prints, or null if the command fails.
     fn json(&self, arguments: &str) -> Value {
         let output = self.run(&format!("yunion-mpsctl {arguments} --json"));
         serde_json::from_slice(&output.stdout).unwrap_or_default()
@@ -251,7 +250,7 @@ fn more_tests_hold_with_programs_for_aarch64() {
     again(&MORE.into_iter().chain(skipped).collect::<Vec<_>>());
 }
 
-/// Runs these tests again, with programs for aarch64 instead of those under test.
+/// Runs these tests again, with programs for aarch64 instead of the programs of this machine.
 #[track_caller]
 fn again(tests: &[&str]) {
     let mut command = emulated();

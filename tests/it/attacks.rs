@@ -51,8 +51,8 @@ fn attacker(host: &Host, kind: &str, connections: usize) -> Child {
     command.stdin(fs::File::open(program).unwrap()).stdout(Stdio::piped()).spawn().unwrap()
 }
 
-/// Attacks a service. During the attack, a killed control daemon must be replaced and clients of the other control daemons must
-/// stay alive. After the attack, root must get answers at once.
+/// Attacks a service. During the attack, the service must replace a killed control daemon, and clients of other control daemons
+/// must stay alive. After the attack, root must get answers at once.
 fn attack(kind: &str, connections: usize) {
     if !root_or_skip(kind) {
         return;
@@ -98,7 +98,7 @@ fn introspection_without_end_loses_nobody() {
     attack("introspect", 4);
 }
 
-/// The bus stores messages that a receiver does not read, some hundred MiB for each connection.
+/// The bus stores messages that their receiver does not read, up to some hundred MiB for each connection.
 #[test]
 fn answers_that_nobody_reads_lose_nobody() {
     attack("no-read", 2);

@@ -47,7 +47,6 @@ fn refused(mut host: Host, message: &str) {
     host.nothing_runs();
 }
 
-/// Checks that the service refuses `path` in the only entry of a device file.
 fn refused_path(board: &str, path: &str, message: &str) {
     let host = Host::new(board);
     host.devices(&[&format!("path: {path}, type: NVIDIA_MPS, virtual_number: 4")]);
@@ -96,8 +95,8 @@ fn a_node_that_does_not_exist() {
     // An empty list of slices would make the platform delete its devices. So the service answers with an error.
     let refused = host.call("Manager.ListDevices");
     assert!(text(&refused).contains("io.yunion.Mps1.Error.NotReady"), "{}", text(&refused));
-    // The entry counts although it names no GPU. If the service ignored the entry, it would serve the host's GPU, which another
-    // user may need.
+    // The service serves no GPU, since the only entry of the device file names none. Without this rule it would serve the
+    // host's GPU, which another user may need.
     assert_eq!(host.compute_mode(0), "Default");
     host.devices(&["path: /dev/dri/renderD128, type: NVIDIA_MPS, virtual_number: 4"]);
     assert!(host.call("Control.Reload").status.success());
@@ -286,7 +285,7 @@ fn check_in_time(host: &Host) -> (Option<i32>, String) {
     (checked.status.code(), text(&checked))
 }
 
-/// A file of /proc looks like a regular file, but the read of some of these files blocks, such as the kernel's log.
+/// Some files of /proc appear to be regular files, but a read of them blocks. An example is the kernel's log.
 #[test]
 fn a_file_of_proc_as_configuration() {
     for (file, key) in [("host.conf", "enable_cuda_mps"), ("host_container_device.yml", "devices")] {
@@ -307,7 +306,7 @@ fn a_file_of_proc_as_configuration() {
     }
 }
 
-/// A device file with far more entries than a host can have GPUs causes one message, not thousands.
+/// A device file with far too many entries causes one message, not one for each entry.
 #[test]
 fn a_device_file_of_fifteen_thousand_entries() {
     let host = Host::new("tesla-p40");
@@ -409,7 +408,7 @@ fn a_pipe_directory_of_another_user() {
     }
 }
 
-/// Returns a host on which `nvidia-cuda-mps-control` is this file and no other.
+/// Returns a host on which the script `text` with the file mode `mode` is the only `nvidia-cuda-mps-control`.
 fn host_with_program(board: &str, text: &str, mode: u32) -> Host {
     let mut host = Host::new(board);
     let directory = host.path("other-bin");
@@ -512,7 +511,8 @@ fn a_control_daemon_that_dies_at_once() {
     host.start();
     let reason = "the control daemon ended (exit status: 3); its log ends: no luck today";
     host.wait_for_failure(reason);
-    // The service repeats the start, and the status shows the reason of the failure between the starts too.
+    // The service starts the control daemon again and again. The status also shows the reason of the failure between two
+    // starts.
     let status =
         host.wait_for_status("a third start", |status| control_daemon(status)["starts"].as_u64() >= Some(3));
     assert_eq!(control_daemon(&status)["reason"], reason);
@@ -529,7 +529,7 @@ fn a_log_with_garbage_in_it() {
     stops(host);
 }
 
-/// True if this machine has an NVML besides the simulated one. The service would find it.
+/// True if this machine has an NVML besides the simulated NVML. A service on this machine would find it.
 fn has_nvml() -> bool {
     let known = Command::new("/sbin/ldconfig").arg("-p").output();
     known.is_ok_and(|known| text(&known).contains("libnvidia-ml.so.1"))
@@ -585,8 +585,8 @@ fn drop_function(host: &Host, function: &str) {
     assert!(dropped.status.success(), "{}", text(&dropped));
 }
 
-/// A driver of another version may lack a function of NVML. For each function that the service needs, the service reports its
-/// absence.
+/// A driver of another version may lack a function of NVML. `--check` must succeed nevertheless, since the configuration files
+/// have no mistake.
 #[test]
 fn an_nvml_that_lacks_any_one_function() {
     for function in [
@@ -616,7 +616,7 @@ fn an_nvml_that_lacks_any_one_function() {
     }
 }
 
-/// Without a function that is needed only to serve GPUs, the state names what fails, and the service can still be stopped.
+/// The service can't serve a GPU without these functions. The state then names the GPU, and the service can still be stopped.
 #[test]
 fn an_nvml_that_cannot_set_the_compute_mode() {
     for function in ["nvmlDeviceSetComputeMode", "nvmlDeviceGetHandleByUUID"] {
@@ -688,8 +688,8 @@ fn a_gpu_that_hangs() {
     one_out_of_eight(&[("gpus/3/hangs", "")], "NVML did not answer within 10 s");
 }
 
-/// Without nvidia-persistenced the driver wakes one GPU after the other, which takes longer than the service waits for NVML.
-/// The service does not close NVML meanwhile, and uses the late answer.
+/// Without nvidia-persistenced, the driver wakes the GPUs in sequence, which takes longer than the service waits for NVML. The
+/// service does not close NVML meanwhile, and uses the late answer.
 #[test]
 fn gpus_that_sleep_are_served_when_all_are_awake() {
     let mut host = Host::new("h200x8");

@@ -48,7 +48,6 @@ pub(crate) fn path(group: &ContainerGroup) -> String {
     format!("/{}", below.display())
 }
 
-/// Starts a client in a control group, and returns once the client is served.
 pub(crate) fn client(host: &Host, directory: &Path, work: &[&str], claim: &str) -> Client {
     let enter = "echo $$ > \"$0/cgroup.procs\" && exec cuda-client \"$@\"";
     let mut command = host.command("sh");
@@ -86,8 +85,8 @@ fn refused(output: &Output, words: &str) {
     assert!(output.status.code() == Some(1) && said.contains(words), "{words}\n{said}");
 }
 
-/// All processes in a bound control group and below it have the slice of the binding, whatever their environment claims. No
-/// other process has the slice. A restart of the service changes nothing of this.
+/// All processes in a bound control group and below it have the slice of the binding, whatever their environments claim. No
+/// other process has the slice. The next service knows the same slices.
 #[test]
 fn the_processes_of_a_bound_control_group_have_its_slices() {
     let Some((mut host, [group, other])) =
@@ -120,8 +119,8 @@ fn the_processes_of_a_bound_control_group_have_its_slices() {
         assert_eq!(known(&host, client), has(OWN, "train-1"));
     }
 
-    // The client `stranger` has no known slice, and may work on any slice of the GPU. So the service refuses to end the clients
-    // of a slice.
+    // The client `stranger` has no known slice and may work on any slice of the GPU. So the service refuses a request for one
+    // slice: it can't tell if `stranger` has this slice.
     refused(&host.mpsctl(&["terminate", "--device", NEIGHBOURS]), &format!("PID {}", stranger.id()));
     assert!(clients.iter().all(|client| alive(client.id())));
     succeeded(&host.mpsctl(&["unbind", "--control-group", &path(&group)]));
@@ -165,8 +164,8 @@ fn a_tenant_in_a_bound_control_group_changes_nobodys_slice() {
     succeeded(&bind(&host, OWN, &group, &["--label", "tenant"]));
     succeeded(&bind(&host, NEIGHBOURS, &other, &["--label", "neighbour"]));
     let directory = host.path("mps/pipe/slices").join(NEIGHBOURS.replace(':', "_"));
-    // In its own namespaces, the program sees another user and other mounts. The service must still know the program as the
-    // same tenant.
+    // In its own namespaces, the program is another user and has other mounts. The service must still know it as the same
+    // tenant.
     let namespaces =
         [&["--mount"][..], &["--user", "--map-root-user", "--mount", "--cgroup", "--pid", "--fork"]];
     for (options, below) in namespaces.into_iter().zip(["", "init/deeper"]) {
@@ -214,7 +213,6 @@ fn what_is_drained_taken_or_shared_is_refused() {
     );
     refused(&host.mpsctl(&["bind", FIRST, "--pid", "4194305"]), "there is no such process");
     refused(&host.mpsctl(&["unbind", "--control-group", &path(&other)]), "is not bound");
-    // Calls Bind through busctl, as a program without yunion-mpsctl would.
     let call = |arguments: &[&str]| {
         let object = [
             "--system",
@@ -287,7 +285,7 @@ fn a_binding_ends_with_its_control_group() {
 }
 
 /// A container runtime may remove the control group of an ended container late. The next container must get the slice even
-/// before this removal. A control group that has not had a process yet keeps its slice.
+/// before this removal. A control group that has had no process yet still has its slice.
 #[test]
 fn an_empty_control_group_that_had_its_program_gives_its_slice_away() {
     let test = "an_empty_control_group_that_had_its_program_gives_its_slice_away";
@@ -308,7 +306,7 @@ fn a_budget_holds_for_a_bound_control_group() {
     else {
         return;
     };
-    // A host agent may bind a control group after the first client has started in it.
+    // A host agent may bind a control group after a client has started in it.
     let old = client(&host, &group.directory, &["hold", "600", "--mib", "20000"], NEIGHBOURS);
     succeeded(&host.mpsctl(&["bind", OWN, "--pid", &old.id().to_string(), "--label", "train-1"]));
     let claims = client(&host, &other.directory, &["hold", "600", "--mib", "20000"], OWN);

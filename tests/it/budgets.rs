@@ -31,7 +31,6 @@ fn wait_for_device(host: &Host, name: &str, what: &str, check: impl Fn(&Value) -
     wait_for(what, || Some(device_of(host, name)).filter(|device| check(device)))
 }
 
-/// Starts a client that uses `mib` of memory, and returns once the client is served.
 fn holding(host: &Host, slice: &str, mib: u32, more: &[&str]) -> Client {
     let allocated = (mib - CONTEXT_MIB).to_string();
     let mut command = host.program_of(slice, &["hold", "600", "--mib", &allocated]);
@@ -52,8 +51,7 @@ impl Container {
         Self { slice, first }
     }
 
-    /// Starts a client in the container that uses `mib` of memory and claims the slice `claims`. Returns once the client is
-    /// served.
+    /// Starts a client in the container. The client uses `mib` of memory, and its environment claims the slice `claims`.
     fn claiming(&self, host: &Host, claims: &str, mib: u32, more: &[&str]) -> Client {
         let mut command = host.command("nsenter");
         command.arg(format!("--mount=/proc/{}/ns/mnt", self.first.id()));
@@ -133,8 +131,8 @@ fn overuse_of_memory_is_told_with_the_names_of_the_clients() {
     wait_for_device(&host, SLICE, "a full slice", |device| device["memory_used"] == 35_942);
     assert_eq!(device_of(&host, SLICE)["overuse"], "", "it fits exactly");
     assert_eq!(host.json(&["status"]).unwrap()["service"]["generation"], before, "clients change no device");
-    // This client uses only its context at first. A client that allocates later would exceed the budget in two steps, with two
-    // reports.
+    // This client uses only its context. A client that also allocates memory would exceed the budget in two steps, and cause
+    // two reports.
     let three = holding(&host, SLICE, CONTEXT_MIB, &[]);
     let over = wait_for_device(&host, SLICE, "overuse", |device| device["overuse"] != "");
     assert_eq!(over["overuse"], "the clients of the slice hold more than its 35942 MiB together");
@@ -160,7 +158,6 @@ fn overuse_of_memory_is_told_with_the_names_of_the_clients() {
     wait_for("the signal", || {
         plain(listener.heard()).contains(&format!("OverUse ('{SLICE}', ['memory'], [{pids}])")).then_some(())
     });
-    // Other slices are within their budgets, and the service stays ready.
     assert_eq!(device_of(&host, NEIGHBOUR)["overuse"], "");
     assert_eq!(device_of(&host, NEIGHBOUR)["reason"], "");
     let status = host.wait_for_state("ready");
@@ -222,7 +219,8 @@ fn the_newest_client_of_the_slice_is_ended_and_nobody_else() {
     let old = container.holding(&host, 20_000, &[]);
     let full = container.holding(&host, 15_000, &[]);
     wait_for_device(&host, SLICE, "two clients", |device| device["clients"] == 2);
-    // The newest client of the GPU belongs to another slice, which is within its budget.
+    // The newest client of the GPU belongs to another slice, which is within its budget. So the service must not end this
+    // client.
     let (mut new, newest) = (container.holding(&host, 10_000, &[]), holding(&host, NEIGHBOUR, 600, &[]));
     wait_until_ended(&mut new);
     let user = own_user();
@@ -264,8 +262,8 @@ fn nobody_is_ended_again_without_new_work() {
     assert_eq!(host.stop().code(), Some(0));
 }
 
-/// Waits until the service has checked the budgets five more times, which is often enough to end a client. Fails if the service
-/// has ended a client.
+/// Waits until the service has checked the budgets five more times. The service would end a client within these checks. Fails
+/// if the service has ended a client.
 fn nobody_was_ended(host: &Host, clients: &[&Client]) {
     let before = looks(host);
     wait_for("more looks", || (looks(host) > before + 4).then_some(()));
@@ -371,8 +369,8 @@ fn a_restart_of_the_service_ends_nobody() {
     assert_eq!(host.stop().code(), Some(0));
 }
 
-/// A debugger stops a client, so its GPU work does not end. The service ends the next newest client instead, and tries again to
-/// end the stopped client after longer and longer pauses.
+/// A debugger stops a client, so the client can't end its GPU work. The service ends the next newest client instead. It tries
+/// again to end the stopped client, after longer and longer pauses.
 #[test]
 fn a_client_that_a_debugger_holds_is_told_and_left_alone() {
     if !root_or_skip("a_client_that_a_debugger_holds_is_told_and_left_alone") {
@@ -435,8 +433,7 @@ fn one_client_of_each_slice_wakes_nobody() {
     for slice in [SLICE, NEIGHBOUR] {
         wait_for_device(&host, slice, "its client", |device| device["clients"] == 1);
     }
-    // The service checks the budgets a second time a moment after a client has come. The test waits until 5 s pass between two
-    // checks.
+    // The service checks the budgets a second time a moment after a client has come. The test waits for 5 s without a check.
     let mut before = looks(&host);
     let calm = wait_for("a calm time", || {
         let begun = Instant::now();

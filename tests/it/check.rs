@@ -39,8 +39,8 @@ fn differences(host: &Host) -> Vec<[String; 5]> {
     document["differences"].as_array().unwrap().iter().map(of).collect()
 }
 
-/// The first reload makes the control daemon wait for its clients' end, and the second reload takes this change back. So the
-/// next change is compared with a control daemon that serves on.
+/// After the first reload, the control daemon waits for its clients' end. The second reload takes this change back, so the
+/// control daemon serves on. `check` must compare the next change with the configuration of the second reload.
 #[test]
 fn a_change_that_was_taken_back_is_in_force() {
     let mut host = Host::serving("h200");
@@ -61,7 +61,7 @@ fn a_change_that_was_taken_back_is_in_force() {
     assert_eq!(host.stop().code(), Some(0));
 }
 
-/// NVML may hang if a GPU has fallen off the bus. Here the simulated NVML hangs.
+/// NVML may hang if a GPU has fallen off the bus. In this test, the simulated NVML hangs.
 #[test]
 fn a_driver_that_hangs_is_told() {
     let host = Host::new("h200");
@@ -149,7 +149,7 @@ fn what_takes_effect_at_once_is_told_from_what_waits() {
     assert_eq!(host.stop().code(), Some(0));
 }
 
-/// The new configuration wants a control daemon for each GPU instead of one for all, and has one GPU less.
+/// The new configuration has one GPU less, and wants a control daemon for each GPU instead of a shared control daemon.
 #[test]
 fn a_gpu_that_goes_takes_the_control_daemon_with_it() {
     let mut host = Host::serving("h200x8");
@@ -168,7 +168,7 @@ fn a_gpu_that_goes_takes_the_control_daemon_with_it() {
     let found = differences(&host);
     let count = |kind: &str| found.iter().filter(|one| one[0] == kind && one[4] == "waits 1").count();
     assert_eq!((count("control-daemon"), count("devices"), found.len()), (8, 1, 9), "{found:#?}");
-    // A change that the service has loaded is no difference, even while it waits for clients.
+    // A change that the service has loaded is no difference any more, even while it waits for clients.
     assert!(host.call("Control.Reload").status.success());
     assert_eq!(differences(&host), [[""; 5]; 0]);
     client.end();
@@ -244,8 +244,8 @@ fn warnings_stand_beside_errors() {
     assert!(log.contains(warning) && log.contains(error), "{log}");
 }
 
-/// The service was started with `--config` and another file. So `check` does not warn about a file at the usual path, nor about
-/// its absence.
+/// The service was started with `--config` and the path of another file. `check` names this file, and doctor does not warn that
+/// the usual file is missing.
 #[test]
 fn the_file_that_the_service_reads_is_looked_at() {
     let host = Host::new("h200");
@@ -271,7 +271,7 @@ fn the_file_that_the_service_reads_is_looked_at() {
     assert!(daemon.wait().unwrap().success());
 }
 
-/// If the service reads no configuration file, the message names the file in which an administrator should write the keys.
+/// The configuration file is removed while the service runs. Doctor's warning names the removed file.
 #[test]
 fn a_configuration_that_is_gone_has_a_name() {
     let mut host = Host::serving("h200");

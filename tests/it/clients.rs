@@ -47,8 +47,7 @@ fn find_row(table: &str, pid: u32) -> Option<BTreeMap<&str, String>> {
     Some(heads.into_iter().zip(row.map(str::to_owned)).collect())
 }
 
-/// Returns the samples of `yunion-mpsctl metrics`, as a parser of another project reads them: each value, by its name and
-/// labels.
+/// Returns the values that `yunion-mpsctl metrics` prints, by name and labels. A parser of another project reads them.
 fn metrics(host: &Host) -> BTreeMap<String, f64> {
     samples_of(&succeeded(&host.mpsctl(&["metrics"])))
 }
@@ -115,8 +114,8 @@ fn clients_are_shown_with_their_containers() {
     assert_eq!(host.stop().code(), Some(0));
 }
 
-/// A program's name has line breaks and complete lines of `ps`. The service must not take other processes for clients, must not
-/// wait for these processes when it ends GPU work, and must print no control characters.
+/// The name of a program contains line breaks and forged rows of the control daemon's `ps`. The service must not take the
+/// processes in these rows for clients, must not wait for them when it ends GPU work, and must print no control characters.
 #[test]
 fn a_name_makes_nobody_a_client() {
     let mut host = Host::serving("h200");
@@ -171,8 +170,8 @@ fn a_name_makes_nobody_a_client() {
     assert_eq!(host.stop().code(), Some(0));
 }
 
-/// After a GPU has left the plan, no control daemon's supervisor checks this GPU for programs without MPS. So `clients` must
-/// not list the programs that the last check has found there.
+/// The supervisor of a control daemon no longer checks a GPU that has left the plan. So `clients` must not list the bypasses
+/// that the last check has found on this GPU.
 #[test]
 fn a_bypass_is_not_listed_once_its_gpu_has_left_the_plan() {
     let mut host = Host::new("h200x8");
@@ -195,7 +194,7 @@ fn a_bypass_is_not_listed_once_its_gpu_has_left_the_plan() {
     assert_eq!(host.stop().code(), Some(0));
 }
 
-/// After another program has changed the compute mode, a program starts without MPS. The service's state names this program
+/// Another program changes the compute mode, and then a program starts without MPS. The service's state names this program
 /// until it ends. Clients lose nothing, not even by a reload meanwhile.
 #[test]
 fn a_bypass_is_told_and_nobody_loses_anything() {
@@ -372,8 +371,8 @@ fn metrics_are_what_the_bus_says() {
         listed_client(&host, "00:06.0-1"),
         listed_client(&host, "00:06.0"),
     ];
-    // The service asks for the clients at most once a second. Slices and GPUs come in two answers, between which the numbers
-    // may change. So the test repeats the command until both answers have the same numbers.
+    // The service asks NVML for the clients at most once a second. `metrics` gets slices and GPUs in two answers, between which
+    // the numbers may change. So the test repeats the command until both answers have the same numbers.
     let exposition = wait_for("a look", || {
         let exposition = succeeded(&host.mpsctl(&["metrics"]));
         let samples = samples_of(&exposition);
@@ -443,7 +442,7 @@ fn metrics_are_what_the_bus_says() {
     drop(clients);
 
     let status = failures_are_counted(&host);
-    // While the control daemon does not answer, the service counts the clients that it already knows, and asks NVML for all
+    // While the control daemon does not answer, the service counts the clients that it already knows. It asks NVML for all
     // other programs.
     signal_pid(control_pid(&status), Signal::STOP);
     let samples = metrics(&host);
@@ -507,8 +506,8 @@ fn clients_of_a_control_daemon_that_is_on_its_way_out_are_listed() {
     assert!(host.listed(client.id()).is_some(), "{:?}", host.clients());
 }
 
-/// Today's host agent mounts the whole pipe directory and names no slice. Clients that come through the pipe directory count
-/// for the GPU only. A client that comes through the directory of a slice counts for the slice, even if no variable names it.
+/// The host agent mounts the whole pipe directory into a container and names no slice. Clients of the pipe directory count for
+/// the GPU only. A client of a slice's directory counts for the slice, even if no variable names the slice.
 #[test]
 fn clients_without_a_slice_count_for_their_gpu() {
     let host = Host::serving("h200");
@@ -615,7 +614,7 @@ fn a_planned_wait_is_no_failure() {
         control_daemon(status)["state"] == "waiting" && status["service"]["state"] != "starting"
     });
     assert_eq!(status["service"]["state"], "degraded", "{status:#}");
-    // The state is not "waiting" during each attempt to start the control daemon, so the test repeats the commands.
+    // The control daemon's state is not "waiting" while the service tries to start it. So the test repeats the commands.
     let said = |arguments: &[&str], words: &str| {
         wait_for(words, || Some(text(&host.mpsctl(arguments))).filter(|said| said.contains(words)))
     };
@@ -657,7 +656,7 @@ fn the_clients_of_a_foreign_control_daemon_are_listed() {
     host.wait_for_status("a service that waits", |status| control_daemon(status)["state"] == "waiting");
     let theirs = wait_for("the client", || host.listed(client.id()));
     assert_eq!((&theirs["bypass"], &theirs["memory_mib"]), (&json!(false), &json!(580)));
-    // The state is not "waiting" during each attempt to start the control daemon, so the test repeats the command.
+    // The control daemon's state is not "waiting" while the service tries to start it. So the test repeats the command.
     wait_for("the status", || {
         succeeded(&host.mpsctl(&["status"])).contains(", and has 1 client").then_some(())
     });

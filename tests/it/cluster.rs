@@ -45,8 +45,8 @@ fn program(folder: &Path, name: &str, mode: u32) {
     fs::set_permissions(&path, fs::Permissions::from_mode(mode)).unwrap();
 }
 
-/// Returns the messages of `run.py --check` about missing programs and packages. Messages about root and openssl, which depend
-/// on the machine, are left out.
+/// Returns the messages of `run.py --check` about missing programs and packages. Messages about root and openssl do not count,
+/// since they depend on the machine.
 fn missing(programs: Option<&Path>, packages: &Path) -> Vec<String> {
     let mut check = python(&cluster("run.py"));
     check.arg("--check").env_remove("KUBERNETES").env("PACKAGES", packages);
@@ -78,7 +78,7 @@ fn exactly_the_missing_programs_are_named_with_their_origins() {
 
     fs::remove_file(programs.join("kube-scheduler")).unwrap();
     fs::remove_file(programs.join("kubectl")).unwrap();
-    // A file without the permission to execute counts as missing.
+    // A file without the permission to execute counts as a missing program.
     program(&programs, "runc", 0o644);
     fs::remove_file(packages.join("yunion-mps-device-plugin_1.0.0_amd64.deb")).unwrap();
     let (programs_shown, packages_shown) = (programs.display(), packages.display());
@@ -210,8 +210,8 @@ fn the_configuration_of_the_machine_is_read_by_parsers_of_other_makes() {
     assert_eq!(fs::read_link(files.path().join("opt/cni/bin")).unwrap(), Path::new("/opt/kubernetes"));
 }
 
-/// Runs the trials of `make cluster` on a cluster in memory. They must succeed on a correct cluster, and fail for each defect
-/// that they are meant to find.
+/// Runs the trials of `make cluster` on a cluster in memory. The trials must succeed on a correct cluster and find each defect
+/// of a wrong one.
 #[test]
 fn the_trials_hold_on_a_cluster_as_it_has_to_be_and_find_its_defects() {
     succeeded(&python(&cluster("test_journey.py")).output().unwrap());

@@ -15,7 +15,6 @@ fn script(name: &str) -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("packaging/completions").join(name)
 }
 
-/// A host with one GPU in four slices, and yunion-mpsctl in its `PATH`.
 fn host() -> Host {
     let mut host = Host::new("h200");
     host.prefer(&binaries());
@@ -24,7 +23,7 @@ fn host() -> Host {
     host
 }
 
-/// A shell on a terminal. Tests type keys into it and read its screen.
+/// A shell on a terminal. The tests type keys into the shell and read its screen.
 struct Shell {
     script: Child,
     keys: ChildStdin,
@@ -32,8 +31,8 @@ struct Shell {
 }
 
 impl Shell {
-    /// Starts a shell, and types the commands `preparation`. After these, the shell must print its current command line when it
-    /// gets Ctrl-X Ctrl-P.
+    /// Starts a shell, and types the commands `preparation`. These commands must make the shell print its current command line
+    /// on Ctrl-X Ctrl-P.
     fn start(host: &Host, command: &str, preparation: &str) -> Self {
         let mut script = host.command("script");
         script.args(["-qec", command, "/dev/null"]).env("SHELL", "/bin/sh").env("TERM", "xterm");
@@ -50,7 +49,7 @@ impl Shell {
         let mut shell = Self { script, keys, screen };
         shell.press(&format!("{preparation}; printf 'REA''DY\\n'\n"));
         shell.wait_for("READY");
-        // The screen now has the typed preparation, which contains the text that `line` waits for. So the screen is cleared.
+        // The typed preparation contains the text that `line` waits for. So the screen is cleared.
         shell.screen.lock().unwrap().clear();
         shell
     }
@@ -159,7 +158,6 @@ fn fish_offers_what_fits() {
     }
 }
 
-/// Returns the words that yunion-mpsctl offers to the shells, each with its meaning.
 fn offered(command: &mut Command, words: &[&str]) -> Vec<(String, String)> {
     let output = command.args(["complete-words", "yunion-mpsctl"]).args(words).output().unwrap();
     assert!(output.status.success() && output.stderr.is_empty(), "{words:?}: {}", text(&output));

@@ -13,7 +13,7 @@ use crate::support::wait::wait_for;
 
 const AUTO: &str = "cuda_mps_cpu_affinity: auto";
 
-/// A CPU number that no machine has on which these tests run.
+/// The number of a CPU that no test machine has.
 const STRANGER: &str = "1023";
 
 fn allowed(pid: impl std::fmt::Display) -> String {
@@ -33,8 +33,8 @@ fn spelt(cpus: &[usize]) -> String {
     words.collect::<Vec<_>>().join(",")
 }
 
-/// Divides the CPUs of this machine into two lists. Returns None if the test may not use at least two CPUs and all CPUs of the
-/// machine.
+/// Divides the CPUs of this machine into two lists. Returns None if the machine has only one CPU, or if the test may not use
+/// all CPUs.
 fn two_parts(what: &str) -> Option<[String; 2]> {
     let set = sched_getaffinity(None).unwrap();
     let cpus: Vec<usize> = (0..CpuSet::MAX_CPU).filter(|cpu| set.is_set(*cpu)).collect();
@@ -71,7 +71,6 @@ fn two_gpus(parts: &[String; 2]) -> Host {
     host
 }
 
-/// Fails unless the control daemon and its only server may run on exactly these CPUs.
 fn assert_on(daemon: &Value, cpus: &str) {
     let servers = daemon["servers"].as_array().unwrap();
     assert_eq!(servers.len(), 1, "{daemon:#}");
@@ -158,8 +157,8 @@ fn a_shared_control_daemon_runs_near_all_its_gpus() {
     assert_eq!(host.stop().code(), Some(0));
 }
 
-/// Without a usable list of near CPUs, the service serves the GPU on all CPUs that the service may use. If the service may use
-/// only a part of the list, it uses this part.
+/// If the list of near CPUs is of no use, the control daemon runs on all CPUs that the service may use. If the service may use
+/// only a part of the list, the control daemon runs on this part.
 #[test]
 fn a_list_that_is_of_no_use_binds_nothing() {
     let Some(parts) = two_parts("binding to CPUs") else { return };
@@ -169,7 +168,8 @@ fn a_list_that_is_of_no_use_binds_nothing() {
         ("many", &all, None),
         ("0-4294967295", &all, None),
         (all.as_str(), &all, None),
-        // In the first row, the service may use no CPU of the list. In the second row, it may use one of the two parts.
+        // In the first of these two rows, the list has no CPU that the service may use. In the second row, the service may use
+        // a part of the list.
         (STRANGER, &all, Some(STRANGER.to_owned())),
         (&format!("{},{STRANGER}", parts[0]), &parts[0], Some(format!("{},{STRANGER}", parts[0]))),
     ] {
@@ -212,7 +212,7 @@ fn a_changed_key_waits_for_clients() {
     let bound = host.wait_for_state("ready");
     assert_ne!(control_pid(&bound), control_pid(&before));
     assert_on(control_daemon(&bound), &parts[0]);
-    // A reload without a change starts no new control daemon. A reload that sets the key back does.
+    // A reload without a change starts no new control daemon. A reload that sets the key to its old value does.
     host.reload();
     assert_eq!(control_pid(&host.wait_for_state("ready")), control_pid(&bound));
     host.configure("cuda_mps_cpu_affinity: none");

@@ -137,7 +137,7 @@ async fn env_speaks_shell_docker_and_json() {
     let pipe = pipe.to_str().unwrap();
     let service = Service::start(odd).await;
     let shell = printed(&mut ctl(&service.bus, &["env", "00:06.0-1"])).await;
-    // A shell that executes the output of `env` gets exactly the expected values, special characters included.
+    // A shell that executes the output of `env` must get the exact values, special characters included.
     let script = format!("{shell}printf '%s\\n' \"$CUDA_MPS_PIPE_DIRECTORY\" \"$CUDA_VISIBLE_DEVICES\"");
     let values = printed(Command::new("sh").args(["-c", &script])).await;
     assert_eq!(values, format!("{pipe}\n{P40}\n"));
@@ -195,7 +195,7 @@ async fn env_speaks_podman_compose_and_cdi() {
         ]
     );
 
-    // A YAML parser reads exactly the expected values, in which Compose later replaces `$$` by `$`. Without quotes, YAML would
+    // A YAML parser must read the exact values. In these values, Compose later replaces `$$` by `$`. Without quotes, YAML would
     // read a GPU's address as a number.
     let (_, compose, _) = env(&["00:06.0", "--format", "compose"]).await;
     let read = "import json, sys, yaml; json.dump(yaml.safe_load(sys.stdin), sys.stdout)";
@@ -241,8 +241,8 @@ async fn env_speaks_podman_compose_and_cdi() {
     }
 }
 
-/// `env` and `run` warn a user who asks for two slices of one GPU. Apart from the names, the output is that for one slice,
-/// since MPS can't join slices.
+/// `env` and `run` warn a user who asks for two slices of the same GPU. Since MPS can't join slices, the user gets the settings
+/// of one slice and the names of both.
 #[tokio::test]
 async fn slices_of_one_gpu_are_said_to_be_one_slice() {
     const WARNING: &str = "yunion-mpsctl: warning: 00:06.0-1 and 00:06.0-2 are slices of one GPU, and MPS \
@@ -281,7 +281,7 @@ async fn exit_statuses_say_what_happened() {
         assert_eq!((status, out.as_str()), (Some(3), ""), "{arguments:?}: {err}");
         assert!(err.contains("systemctl start yunion-mps-daemon"), "{err}");
     }
-    // `check` and `doctor` work without a service. Here they check an empty root directory.
+    // `check` and `doctor` work without a service.
     let root = tempfile::tempdir().unwrap();
     let root = root.path().to_str().unwrap();
     let (status, out, err) = ended(&mut ctl(&empty, &["check", "--sysroot", root])).await;
@@ -319,8 +319,8 @@ async fn exit_statuses_say_what_happened() {
     );
 }
 
-/// If `env` fails, its output makes a script fail that uses it. Otherwise a script without error checks would start its program
-/// without a slice.
+/// If `env` fails, a script that executes its output must fail too. Otherwise a script without error checks would start its
+/// program without a slice.
 #[tokio::test]
 async fn the_reader_of_an_env_that_fails_refuses_its_answer() {
     let empty = PrivateBus::start();
@@ -394,7 +394,7 @@ async fn a_reader_that_leaves_is_no_error() {
     }
 }
 
-/// If no process reads the output of a failing command, the exit status still shows the failure.
+/// If no process reads the output of a failing command, the command's exit status still shows the failure.
 #[tokio::test]
 async fn a_reader_that_leaves_does_not_change_the_answer() {
     let bus = PrivateBus::start();
@@ -482,8 +482,8 @@ async fn run_passes_signals_on() {
     }
 }
 
-/// Each program defines the meaning of some signals itself, such as SIGUSR1. `run` passes these signals to its command only,
-/// and not to the children of the command.
+/// A program can give signals such as SIGUSR1 a meaning of its own. `run` passes such a signal to its command only, and not to
+/// the children of the command.
 #[tokio::test]
 async fn run_passes_signals_on_that_mean_something() {
     let (board, _directory) = with_socket(p40_board());
@@ -501,7 +501,7 @@ async fn run_passes_signals_on_that_mean_something() {
     kill_process(pid, Signal::USR1).unwrap();
     assert_eq!(line().await.as_deref(), Some("got it"));
     assert_eq!(line().await.as_deref(), Some("lives"));
-    // The command does not handle SIGUSR2, so the signal ends it. `run` returns 128 plus the number of the signal.
+    // The command does not handle SIGUSR2, so this signal ends it. `run` returns 128 plus the number of the signal.
     end(pid);
     let status = timeout(DEADLINE, run.wait()).await.unwrap().unwrap();
     assert_eq!(status.code(), Some(128 + Signal::USR2.as_raw()));

@@ -155,7 +155,7 @@ async fn busctl_at(
     (answer["type"].as_str().unwrap().to_owned(), typed(&answer["data"]))
 }
 
-/// Makes a command that calls a method of the Manager with gdbus. gdbus prints the name of a D-Bus error.
+/// Makes a command that calls a method of the Manager with gdbus. Unlike busctl, gdbus prints the name of a D-Bus error.
 fn gdbus(bus: &PrivateBus, method: &str, arguments: &[&str]) -> Command {
     let mut command = bus.command("gdbus");
     command.args(["call", "--system", "--dest", NAME, "--object-path", MANAGER, "--method"]);
@@ -231,7 +231,6 @@ impl Monitor {
         }
     }
 
-    /// Returns all signals up to the first one with the name `member`.
     async fn until(&mut self, member: &str) -> Vec<Value> {
         let mut signals = Vec::new();
         loop {
@@ -295,7 +294,7 @@ impl Caller {
     }
 }
 
-/// The service caches large answers, separately for little-endian and big-endian callers.
+/// The service caches large answers. Little-endian and big-endian callers must get different cached answers.
 #[tokio::test]
 async fn a_list_has_the_order_of_bytes_of_its_caller() {
     let service = Service::start(p40_board()).await;
@@ -482,7 +481,7 @@ async fn before_the_first_plan_nothing_is_claimed() {
     }
     assert_eq!(busctl(&service.bus, "ListControlDaemons", &[]).await.1, json!([[]]));
 
-    // The service now knows that it serves no GPU. So `ListDevices` returns an empty list, and no longer an error.
+    // This Snapshot says that the service serves no GPU. So `ListDevices` returns an empty list instead of an error.
     service.publish(Snapshot { gpus: Some(Vec::new()), generation: 1, ..starting() }).await;
     assert_eq!(busctl(&service.bus, "ListDevices", &[]).await.1, json!([[]]));
 }
@@ -607,8 +606,8 @@ async fn requests_reach_the_daemon_and_its_answers_come_back() {
         }
     }
 
-    // The test drops the first request without an answer, and then the receiver of all requests. Both callers get the same
-    // error.
+    // The test drops the first request without an answer, and then the receiver of all requests. Both callers get the error for
+    // a service that is stopping.
     let drops = async { drop(requests.recv().await) };
     let mut reload = gdbus(bus, "Control.Reload", &[]);
     let complaint = tokio::join!(complained(&mut reload), drops).0;
@@ -735,8 +734,8 @@ async fn changes_are_told_once_and_nothing_else_is() {
     assert_eq!(all[0]["Healthy"], json!(["b", false]));
 }
 
-/// Signals report a slice over its budget. A slice's number of clients and its used memory change too often for signals; each
-/// call returns their present values.
+/// A signal reports a slice over its budget. No signal reports the clients and the used memory of a slice, since these change
+/// too often. Each call returns their present values.
 #[tokio::test]
 async fn overuse_is_told_and_use_is_not() {
     let used = |clients, overuse: &str| {
@@ -906,7 +905,8 @@ async fn members_may_read_and_only_root_may_control() {
     assert!(complaint.contains("org.freedesktop.DBus.Error.AccessDenied"), "{complaint}");
 }
 
-/// The policy file for sites where every local user may read the service's state.
+/// With the policy file docs/yunion-mps-readers.conf, every local user may read the service's state, and only root may change
+/// it.
 #[tokio::test]
 async fn a_site_may_let_everybody_read() {
     if !root_or_skip("a_site_may_let_everybody_read") {
@@ -992,7 +992,6 @@ async fn terminations_of_members_hold_up_nobody() {
     let _root = terminate(&service, false).spawn().unwrap();
     let asked = timeout(DEADLINE, service.requests.recv()).await.unwrap().unwrap();
     assert!(matches!(asked, Request::Terminate(7, None, _)), "{asked:?}");
-    // A member's request that is answered makes room for the next.
     let (_member, Request::Terminate(.., reply)) = waiting.pop().unwrap() else { unreachable!() };
     reply.send(Ok(())).unwrap();
     let _next = terminate(&service, true).spawn().unwrap();
@@ -1044,7 +1043,6 @@ async fn a_name_that_is_taken_is_an_error_and_stays_with_its_owner() {
 #[tokio::test]
 async fn a_bus_that_goes_away_is_noticed() {
     let mut service = Service::start(p40_board()).await;
-    // While the bus runs, `closed` does not return.
     assert!(timeout(Duration::from_millis(1), service.served.closed()).await.is_err());
     service.bus.stop();
     timeout(DEADLINE, service.served.closed()).await.expect("nobody noticed");

@@ -26,7 +26,7 @@ fn blocks(page: &str, language: &str) -> Vec<String> {
 fn page_and_schemas_are_what_the_interfaces_make_of_them() {
     let directory = tempfile::tempdir().unwrap();
     let docs = directory.path();
-    // The page begins with a wrong reference. So the test notices if the script writes nothing.
+    // The test gives the script a page with a wrong reference. So the test notices if the script writes nothing.
     let (written, _) = page().split_once("## Reference").map(|(a, b)| (a.to_owned(), b.len())).unwrap();
     fs::write(docs.join("dbus.md"), written + "old\n").unwrap();
     let made = Command::new(source("scripts/interface-docs.py")).arg(docs).output().unwrap();

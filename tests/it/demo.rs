@@ -95,7 +95,7 @@ fn an_interrupted_demo_leaves_nothing() {
     let directory = directory(&own);
     assert!(directory.join("host").exists());
     signal_pid(demo.id(), Signal::TERM);
-    // The test reads the rest of the output. Otherwise the demo could end by a closed pipe instead of the signal.
+    // The test reads the rest of the output. Otherwise a closed pipe could end the demo before the signal does.
     lines.for_each(drop);
     assert_eq!(demo.wait().unwrap().code(), Some(143));
     assert_eq!(processes_with(&own), Vec::<u32>::new());

@@ -1,5 +1,5 @@
-//! Tests of `yunion-mpsctl doctor`. For each fault of a host, it reports the findings that follow from the fault, and no
-//! others.
+//! Tests of `yunion-mpsctl doctor`. For each fault of a host, doctor must report exactly the findings that follow from the
+//! fault.
 
 use std::collections::HashMap;
 use std::fs::{self, File};
@@ -174,8 +174,8 @@ fn planted(board: &str, when: When, plant: fn(&mut Scene), expected: &[&str]) {
     scene.finds(expected);
 }
 
-/// Makes a test from each line. A line has the test's name, the board, the moment of the fault, the code that causes the fault,
-/// and the names of the expected findings.
+/// Makes a test from each row: the test's name, the board, the moment of the fault, the code that causes the fault, and the
+/// names of the expected findings.
 macro_rules! faults {
     ($($name:ident: $board:literal, $when:ident, $plant:expr => [$($expected:literal),*];)*) => {
         $(
@@ -516,7 +516,8 @@ fn a_healthy_host_is_told_so() {
     let said = text(&output);
     assert_eq!(output.status.code(), Some(0), "{said}");
     assert!(said.starts_with("Nothing wrong: ") && said.contains(" checks made.\n"), "{said}");
-    // The private bus of the test has no systemd. Doctor lists the checks that need systemd only with `-v`, and as no finding.
+    // The private bus of the test has no systemd. Doctor reports no finding for this. Only `-v` lists the checks that need
+    // systemd.
     let hint = " could not be made; yunion-mpsctl doctor -v names these checks and the reasons.\n";
     assert!(said.ends_with(hint) && !said.contains("systemd can't be asked"), "{said}");
     let more = text(&scene.host.mpsctl(&["doctor", "-v", "--sysroot", &root]));
@@ -605,8 +606,8 @@ fn the_runtime_directory_of_another_unit_is_not_the_services() {
     scene.finds(&["service-not-running"]);
 }
 
-/// Root types the remedies that doctor prints. A process can choose its own name and environment, so a remedy must quote them.
-/// Otherwise root would execute a command of that process.
+/// Root copies the remedies that doctor prints into a shell. A process can choose its own name and environment. So doctor
+/// quotes them in a remedy, since root would otherwise execute a command of that process.
 #[test]
 fn a_remedy_does_not_let_others_type() {
     let mut scene = Scene::new("h200");

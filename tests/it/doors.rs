@@ -40,8 +40,8 @@ fn outcome(said: &str) -> &'static str {
     }
 }
 
-/// When this guard is dropped, its flag ends the loop that starts programs. If the test has failed, the guard then prints the
-/// service's log.
+/// The drop of this guard sets the flag, which ends the loop that starts programs. If the test has failed, the drop also prints
+/// the service's log.
 struct Over<'a>(&'a AtomicBool, &'a Host);
 
 impl Drop for Over<'_> {
@@ -53,7 +53,7 @@ impl Drop for Over<'_> {
     }
 }
 
-/// Changes the configuration `changes` times so that the control daemon must be replaced, while programs start one after
+/// Makes `changes` changes of the configuration, each of which needs another control daemon, while programs start one after
 /// another. Returns how many programs had each outcome.
 fn changes_among_programs(changes: usize) -> BTreeMap<&'static str, usize> {
     let mut host = Host::new("h200");
@@ -61,8 +61,8 @@ fn changes_among_programs(changes: usize) -> BTreeMap<&'static str, usize> {
     host.start();
     host.wait_for_state("ready");
     let slice = host.list()[1]["addr"].as_str().unwrap().to_owned();
-    // A running container has the environment from its start, whatever changes in the configuration later. So all programs use
-    // this environment.
+    // A container has the environment from its start, whatever changes in the configuration later. So all programs of the test
+    // use this environment.
     let environment = host.environment_of(&slice);
     let is_over = AtomicBool::new(false);
     let mut outcomes = BTreeMap::new();

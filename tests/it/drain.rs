@@ -47,7 +47,6 @@ fn refused(output: &Output, reason: &str) {
     assert!(output.status.code() == Some(1) && text(output).contains(reason), "{}", text(output));
 }
 
-/// Fails unless all outputs of yunion-mpsctl show this slice as drained, and no other.
 fn assert_only_drained(host: &Host, name: &str) {
     let listed = host.list();
     assert_eq!(names(&listed, |device| device["drained"] == true), [name]);
@@ -55,7 +54,7 @@ fn assert_only_drained(host: &Host, name: &str) {
     let device = listed.iter().find(|device| device["addr"] == name).unwrap();
     let reason = format!("drained for new clients; yunion-mpsctl undrain {name} ends the drain");
     assert!(device["reason"].as_str().unwrap().starts_with(&reason), "{device:#}");
-    // A drained slice stays in the CDI spec, and its hook refuses containers.
+    // A drained slice stays in the CDI spec. The hook in the CDI spec refuses containers with this slice.
     assert_eq!(in_spec(host), names(&listed, |_| true));
     let status = host.json(&["status"]).unwrap();
     assert_eq!(
@@ -84,7 +83,7 @@ fn assert_only_drained(host: &Host, name: &str) {
 fn a_drained_slice_is_given_to_nobody_until_it_is_taken_back() {
     let mut host = serving("tesla-p40");
     let said = done(&host, &["drain", "0000:00:06.0-1"]);
-    // With this driver, the socket of the control daemon is in the pipe directory. A running container may already have this
+    // With this driver, the control daemon's socket is in the pipe directory. A container that runs may already have this
     // directory, so the drain can't keep its programs out.
     let left = format!(
         "0000:00:06.0-1 is drained: no new program is given it. But a program that has the directory {} \
@@ -227,7 +226,7 @@ fn only_root_may_drain() {
     assert!(drained(&host).is_empty());
 }
 
-/// A yunion-mpsctl command that waits for the end of clients, and the lines that it prints.
+/// A yunion-mpsctl command that waits for the end of clients.
 struct Waiting {
     command: Client,
     lines: Lines<BufReader<ChildStdout>>,
@@ -293,8 +292,8 @@ fn the_waiting_ends_with_the_last_client_of_a_slice() {
     assert_eq!(drained(&host), ["00:06.0-1"]);
 }
 
-/// The command waits on during an upgrade of the service. It does not take a service that is still starting for a service
-/// without clients.
+/// `drain --wait` waits on during an upgrade of the service. A service that has just started does not know its clients yet, so
+/// the command must not end then.
 #[test]
 fn the_waiting_goes_on_over_a_restart_of_the_service() {
     let mut host = Host::serving("h200");
@@ -335,8 +334,8 @@ fn ctrl_c_ends_the_waiting_and_not_the_drain() {
     }
 }
 
-/// If no process reads the output of the waiting command, the command ends early. It must then fail, since a success would tell
-/// a script that all clients have ended.
+/// If no process reads the output of `drain --wait`, the command ends early. It must then fail, since a success would mean that
+/// all clients have ended.
 #[test]
 fn a_reader_that_leaves_does_not_make_the_waiting_a_success() {
     let host = Host::serving("h200");
@@ -369,8 +368,7 @@ fn a_terminal_shows_who_is_left() {
     assert!(row.contains("  00:06.0-1  "), "{row}");
     client.end();
     let last = lines.last().unwrap();
-    // The command moves the cursor up three lines, over its sentence and the two lines of the table, and clears exactly these
-    // lines.
+    // `drain --wait` has printed a sentence and the two lines of a table. It moves the cursor up three lines and clears them.
     assert!(
         last.starts_with("\u{1b}[3A\u{1b}[J") && last.trim_end().ends_with("No client is left."),
         "{last:?}"
@@ -410,8 +408,8 @@ fn drain_and_undrain_hold_while_the_control_daemon_is_silent() {
     assert_eq!(host.stop().code(), Some(0));
 }
 
-/// A control daemon that waits for its last client before its end takes no new clients: otherwise it might never end. If the
-/// service needs it after all, it takes clients again.
+/// A control daemon that ends after its last client takes no new clients, since it might otherwise never end. If the service
+/// needs the control daemon after all, clients can come again.
 #[test]
 fn a_control_daemon_that_retires_takes_no_new_client() {
     let mut host = Host::serving("h200");
@@ -430,8 +428,7 @@ fn a_control_daemon_that_retires_takes_no_new_client() {
         assert_eq!(lead(&directories), [false; 4]);
         assert!(names(&host.list(), |device| device["healthy"] == true).is_empty());
 
-        // The next service does not make the links of the slices again either, since the control daemon still waits for its
-        // clients.
+        // The next service does not make the links of the slices either, since the control daemon still waits for its clients.
         host.signal(Signal::KILL);
         host.ended();
         host.start();

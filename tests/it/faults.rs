@@ -58,7 +58,6 @@ in_both_topologies! {
     the_name_of_a_process_makes_no_line_of_the_log,
 }
 
-/// Starts a client that computes for a short time, and fails if the client ends with an error.
 fn a_client_is_served(host: &Host) {
     Bystander::start(host, &host.pipe(), Duration::from_millis(200)).wait();
 }
@@ -77,7 +76,7 @@ fn stopped(pid: u32) -> bool {
     process_state(pid) == Some('T')
 }
 
-/// Waits until the service is ready. Meanwhile each list of slices must have all `devices` slices.
+/// Waits until the service is ready. Until then, every `yunion-mpsctl list` must show `devices` slices, healthy or not.
 fn recovered(host: &Host, devices: usize) -> Value {
     wait_for("the service's recovery", || {
         let listed = host.json(&["list"])?;
@@ -86,8 +85,8 @@ fn recovered(host: &Host, devices: usize) -> Value {
     })
 }
 
-/// Waits for words in the service's log. Without a reload before this call, a wait could last until the next regular health
-/// check.
+/// Waits for words in the service's log. Before words that only a health check writes, the caller reloads the service, since a
+/// reload makes a health check at once.
 fn waits_for_log(host: &Host, words: &str) {
     wait_for(words, || host.log().contains(words).then_some(()));
 }
@@ -113,8 +112,8 @@ fn restart(host: &mut Host) {
     host.start();
 }
 
-/// A control daemon or a server that SIGSTOP has stopped serves no client. The service continues it with SIGCONT and applies
-/// the changes that were made meanwhile. Its clients notice nothing. A stopped client disturbs no other client.
+/// A control daemon or a server that SIGSTOP has stopped serves no client. The service continues the process with SIGCONT and
+/// applies the changes that were made meanwhile. Clients of the process notice nothing, and other clients are not disturbed.
 fn stopped_processes_are_continued(topology: Topology) {
     let mut host = Host::with_topology(topology, "h200");
     host.start();
@@ -159,8 +158,8 @@ fn stopped_processes_are_continued(topology: Topology) {
     paused.end();
 }
 
-/// A stopped server runs on when its control daemon ends, and keeps the GPU from the next server until the service continues
-/// it.
+/// SIGSTOP has stopped a server, and its control daemon is killed. A stopped server does not end with its control daemon, and
+/// no other server can open the GPU. The service continues the stopped server, which then ends.
 fn a_stopped_server_is_continued_when_its_control_daemon_has_ended(topology: Topology) {
     let host = Host::serving_as(topology, "h200");
     let before = host.wait_for_state("ready");
@@ -237,8 +236,8 @@ fn a_fault_is_told_and_heals_when_clients_leave(topology: Topology) {
         assert_eq!(server(&status), server(&before), "the server gets over it by itself");
         a_client_is_served(&host);
     }
-    // The server writes a line about the fault to its log for each client. The service logs one error for the fault, and passes
-    // none of these lines on as an error.
+    // The server writes a line about the fault to its log for each client. The service must log one error for the fault, and
+    // must not pass these lines on as errors.
     let log = host.log();
     let errors: Vec<&str> = log.lines().filter(|line| line.contains(" ERROR ")).collect();
     assert!(errors.iter().any(|line| line.contains("clients that were hit")), "{errors:#?}");
@@ -305,8 +304,8 @@ fn a_fault_that_ends_the_control_daemon_is_told(topology: Topology) {
     a_client_is_served(&host);
 }
 
-/// Kills the service after it has read about the fault in the log and has stored how far it has read. The next service starts
-/// with the line `next_grace` in host.conf, which sets another grace period for faults.
+/// Kills the service after it has read about the fault in the log and has stored its offset in the log. Then starts the next
+/// service, with the line `next_grace` in host.conf, which sets another grace period for faults.
 fn dies_having_read_of_the_fault(host: &mut Host, next_grace: &str) {
     host.wait_for_status("faulted", |status| control_daemon(status)["state"] == "faulted");
     let log = fs::read_to_string(host.control_log()).unwrap();
@@ -316,8 +315,8 @@ fn dies_having_read_of_the_fault(host: &mut Host, next_grace: &str) {
     restart(host);
 }
 
-/// The next service does not read about the fault in the log again, and still heals it. With several control daemons on the
-/// GPU, it can't even know which control daemon the remaining client belongs to.
+/// The next service does not read these lines of the log again, since the killed service has read them. It still ends the
+/// server with the fault when the grace period is over.
 #[test]
 fn a_fault_that_a_former_service_has_read_is_healed_after_the_grace() {
     is_healed_after_the_grace(Topology::Shared, |host| {
@@ -594,8 +593,8 @@ fn a_state_file_lost_while_down_costs_no_client(topology: Topology) {
     }
 }
 
-/// The removal of a control daemon's directory ends no client. The control daemon can no longer be commanded, and the status
-/// says so. The service replaces it at once if it has no clients, otherwise after their end.
+/// The removal of a control daemon's directory ends no client. The service can no longer command the control daemon, and the
+/// status says so. The service replaces this control daemon at once if it has no clients, otherwise after their end.
 fn a_removed_pipe_directory_is_made_again(topology: Topology) {
     for with_client in [false, true] {
         let mut host = Host::serving_as(topology, "h200");
@@ -626,7 +625,7 @@ fn a_removed_pipe_directory_is_made_again(topology: Topology) {
     }
 }
 
-/// Sends `commands` commands to the control daemon. Each one adds about 140 bytes to its log.
+/// Sends `commands` commands to the control daemon, each of which adds about 140 bytes to the control daemon's log.
 fn flood(host: &Host, pipe: &Path, commands: usize) {
     let mut front_end = host
         .command("nvidia-cuda-mps-control")
@@ -640,9 +639,9 @@ fn flood(host: &Host, pipe: &Path, commands: usize) {
     front_end.wait().unwrap();
 }
 
-/// The service rotates a log that is too large while processes write to it. The service still understands later lines and
-/// misses no fault. This also holds for a service that has just started: the lines in which the server has confirmed its limits
-/// are no longer in the log.
+/// The service rotates a log that is too large while processes write to it. It understands the lines after the rotation and
+/// misses no fault. So does the next service, although the rotation has removed the lines in which the server has confirmed its
+/// limits.
 fn the_log_is_rotated_under_load(topology: Topology) {
     let mut host = Host::with_topology(topology, "h200");
     host.configure("cuda_mps_log_max_size: 1");
@@ -650,8 +649,8 @@ fn the_log_is_rotated_under_load(topology: Topology) {
     let before = host.wait_for_state("ready");
     let bystander = Bystander::start(&host, &host.pipe(), Duration::from_secs(600));
     for killed in [true, false, true] {
-        // The test waits until the service has read most of the log and has stored how far. Then it makes the log large enough
-        // for a rotation.
+        // The test waits until the service has read most of the log and has stored its offset. Then the test makes the log
+        // large enough for a rotation.
         let length = |name: &str| Some(fs::metadata(host.control_log().with_file_name(name)).ok()?.len());
         while length("control.log").unwrap() < 700_000 {
             flood(&host, &host.pipe(), 500);
@@ -739,11 +738,11 @@ fn xid_is_told(host: &Host, gpu: usize, number: u32) {
     });
 }
 
-/// A third of the 30 s between two health checks of an unused GPU.
+/// A change within this time comes from an early health check, since the regular health checks of an unused GPU are 30 s apart.
 const BEFORE_THE_NEXT_LOOK: Duration = Duration::from_secs(10);
 
-/// Waits at most `longest` for a change that an early health check causes. The next regular health check would cause the change
-/// too, so `longest` must be shorter than the time to that health check.
+/// Waits for a change that an early health check causes. `longest` must be shorter than the time to the next regular health
+/// check, which would cause the change too.
 fn wait_within<T>(longest: Duration, what: &str, mut look: impl FnMut() -> Option<T>) -> T {
     let deadline = Instant::now() + longest;
     wait_for(what, || {
@@ -776,15 +775,15 @@ fn a_gpu_that_needs_a_reset_takes_no_new_client() {
     let healthy = |host: &Host| host.list().iter().filter(|device| device["healthy"] == true).count();
     let sick = host.list()[4 * 3]["addr"].as_str().unwrap().to_owned();
     let before = host.environment_of(&sick);
-    // A program can cause the Xids 13 and 94, and for the Xid 154 the driver recommends no action. So these GPUs still take
-    // clients.
+    // These GPUs still take clients after their errors: a program can cause the Xids 13 and 94, and for the Xid 154 the driver
+    // recommends no action.
     host.plant("gpus/2/recovery_action", "0");
     for (gpu, number) in [(1, 13), (1, 94), (2, 154)] {
         host.meets_xid(gpu, number);
         xid_is_told(&host, usize::try_from(gpu).unwrap(), number);
     }
     assert_eq!(healthy(&host), 32);
-    // The driver recommends a reboot for GPU 5. So GPU 5 takes no new client, although its Xid has no meaning for the service.
+    // GPU 5 takes no new client, since the driver recommends a reboot. The service does not know the GPU's Xid 999.
     host.plant("gpus/5/recovery_action", "2");
     host.meets_xid(3, 48);
     host.meets_xid(5, 999);
@@ -812,8 +811,8 @@ fn a_gpu_that_needs_a_reset_takes_no_new_client() {
     assert_eq!(healthy(&host), 32);
     bystander.check();
     drop(bystander);
-    // Only while the service is stopped can an administrator reset a GPU. So a service that starts after a stop no longer asks
-    // for a reset.
+    // An administrator can reset a GPU only while the service is stopped. So after a stop, the next service no longer asks for
+    // a reset.
     host.meets_xid(3, 48);
     wait_for("a GPU that takes no client", || (healthy(&host) == 28).then_some(()));
     assert_eq!(host.stop().code(), Some(0));
@@ -822,8 +821,8 @@ fn a_gpu_that_needs_a_reset_takes_no_new_client() {
     assert_eq!(host.stop().code(), Some(0));
 }
 
-/// A GPU that falls off the bus loses its UUID and has a critical error at the same moment. The service reports this error, and
-/// later errors of other GPUs too.
+/// A GPU falls off the bus and loses its UUID, with a critical error at the same moment. The service reports this error. It
+/// also reports later errors of other GPUs.
 fn a_critical_error_of_a_lost_gpu_is_told(topology: Topology) {
     let mut host = Host::serving_as(topology, "h200x8");
     host.plant("gpus/3/lost", "");
@@ -869,8 +868,8 @@ fn a_clock_that_jumps_disturbs_nobody(topology: Topology) {
     for (offset, days) in [("-3d", -3), ("+5d", 5), ("-1d", -1)] {
         set(offset);
         host.reload();
-        // Events have the new system time. The list has the events in the order in which they happened, so the newest event is
-        // last even if its time is earlier.
+        // The service lists its events in the order in which they happened. So the newest event is the last one, even if its
+        // system time is earlier.
         let (at, text) = wait_for("an event of that day", || {
             let (at, text) = newest(&host);
             const DAY: i64 = 86_400_000_000;
@@ -1000,7 +999,7 @@ fn the_end_of_a_control_daemon_tells_how_many_lines_were_left_out(topology: Topo
     assert_eq!(host.stop().code(), Some(0));
 }
 
-/// Reloads the service until its log has words that only a health check writes.
+/// Reloads the service until its log has words that only a health check writes. Each reload makes a health check.
 fn waits_for_log_with_reloads(host: &Host, words: &str) {
     wait_for(words, || {
         host.reload();
@@ -1008,8 +1007,8 @@ fn waits_for_log_with_reloads(host: &Host, words: &str) {
     });
 }
 
-/// A file that is not the service's has the name of the control daemon's log. The service does not write to this file, and its
-/// open of the file does not block.
+/// A file of another owner, a link or a FIFO is at the path of the control daemon's log. The service does not write to this
+/// file, and the open of the FIFO does not block the service.
 fn only_a_file_of_ours_is_the_log(topology: Topology) {
     for kind in ["link", "fifo", "hard link", "theirs"] {
         if kind == "theirs" && !root_or_skip("only_a_file_of_ours_is_the_log (theirs)") {
@@ -1158,8 +1157,8 @@ fn a_full_gpu_stays_healthy_and_says_so() {
             && gpu["healthy"] == true
             && gpu["reason"].as_str().unwrap().starts_with("full: all 48 places for clients are taken")
     };
-    // No client was refused yet, so the log does not name a full GPU. A health check also finds that the GPU has its greatest
-    // number of clients.
+    // The control daemon has refused no client yet, so its log does not say that the GPU is full. A health check counts the
+    // clients and finds the GPU full.
     host.reload();
     host.wait_for_status("a full GPU", is_full);
     let full_slices = || {

@@ -16,8 +16,8 @@ use crate::support::golden;
 use crate::support::host::{Host, text};
 use crate::support::wait::wait_for;
 
-/// Starts a program with `yunion-mpsctl run --free` on one of these GPUs or models. Waits until it is a client, and returns it
-/// with its slice.
+/// Starts a program with `yunion-mpsctl run --free` and the names of GPUs or models in `of`. Waits until the program is a
+/// client, and returns it with its slice.
 fn on_free_slice(host: &Host, of: &[&str]) -> (Client, String) {
     let before = clients(host);
     let mut run = host.command("yunion-mpsctl");
@@ -76,8 +76,8 @@ fn run_free_takes_the_slice_with_the_fewest_clients() {
     }
 }
 
-/// A container has a client only after its program has started CUDA. So `env --free` treats a slice that it has just given out
-/// as if the slice already had one more client.
+/// A container has a client only after its program has started CUDA. So `env --free` counts one client more for a slice that it
+/// has just given out.
 #[test]
 fn each_choice_of_a_moment_is_another_slice() {
     let mut host = Host::new("tesla-p40");
@@ -113,7 +113,7 @@ fn a_service_without_configuration_names_setup() {
         let said = text(&host.mpsctl(command)).replace(['\n', ' '], "");
         assert!(said.contains("yunion-mpsctlsetup"), "{command:?}: {said}");
         // An administrator may have mistyped the name of a configuration file. So the message names the files that the service
-        // has looked for.
+        // has tried to read.
         assert!(
             said.contains("filesthatdonotexist:/opt/yunion/bin/etc/host.conf,/etc/yunion/host.conf"),
             "{command:?}: {said}"
@@ -129,8 +129,8 @@ fn a_service_without_configuration_names_setup() {
     }
 }
 
-/// NVIDIA's container toolkit mounts CUDA's default pipe directory into every container, and doctor warns of this directory on
-/// such a host. So `setup` chooses another pipe directory there.
+/// NVIDIA's container toolkit mounts CUDA's default pipe directory into every container, and doctor warns of this. So with the
+/// toolkit, `setup` chooses another pipe directory.
 #[test]
 fn setup_beside_a_container_toolkit_is_a_configuration_that_doctor_accepts() {
     let host = fresh("h200");
@@ -243,8 +243,8 @@ fn setup_of_a_host_without_the_platform_is_one_file() {
     assert_eq!(files(&host), written);
 }
 
-/// `setup` prints the share of a GPU that each program gets, since this surprises users with a program that has had the whole
-/// GPU so far. GPUs before Volta enforce no share.
+/// `setup` prints the share of a GPU that each program gets. Users may not expect a share, since a program without MPS has the
+/// whole GPU. GPUs before Volta enforce no share.
 #[test]
 fn setup_says_how_much_of_a_gpu_every_program_has() {
     let said = |board: &str, arguments: &[&str]| text(&setup(&fresh(board), arguments));
@@ -293,8 +293,8 @@ fn setup_of_a_host_of_the_platform_names_each_gpu() {
     assert!(!check.contains("agent") && !check.contains("not served"), "{check}");
 }
 
-/// On a GPU that uses the host's memory, the service does not choose the memory of slices. So `setup` writes it into the
-/// configuration.
+/// NVML does not report the memory of a GPU that uses the host's memory, so the service can't choose the memory of slices.
+/// Therefore `setup` writes this memory into the configuration.
 #[test]
 fn setup_writes_the_memory_of_slices_that_share_the_hosts() {
     let host = fresh("gb10");

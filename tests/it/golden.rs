@@ -65,7 +65,7 @@ const CASES: &[(&str, &[&str])] = &[
     ("reload", &["yunion-mpsctl", "reload", "--json"]),
 ];
 
-/// The commands on a host with a lost GPU. Their recorded output may be an error.
+/// The commands on a host with a lost GPU. Some of them print an error, which is recorded too.
 const BROKEN: &[(&str, &[&str])] = &[
     ("list", &["yunion-mpsctl", "list", "--json"]),
     ("list-gpus", &["yunion-mpsctl", "list", "--gpus", "--json"]),
@@ -169,8 +169,8 @@ fn board(name: &str) {
     );
 }
 
-/// Compares a command's output with its recorded file. If all outputs of the board are recorded, compares the output for 120
-/// columns too.
+/// Compares a command's output for 80 columns with its recorded file. When all outputs of the board are recorded, compares the
+/// output for 120 columns too.
 fn hold(
     golden: &mut Golden,
     host: &Host,
@@ -187,7 +187,8 @@ fn hold(
     golden.hold_both(file, command, &narrow, &wide);
 }
 
-/// Runs a command, which must succeed with an empty stderr, and returns its stdout.
+/// Runs a command and returns its stdout. The command must succeed, except that the status of `doctor` and `is-ready` depends
+/// on the host.
 fn printed(host: &Host, words: &[&str], columns: &str, client: &mut Option<Child>) -> String {
     let devices = host.list();
     let device = devices[1]["addr"].as_str().unwrap();
@@ -221,7 +222,6 @@ fn printed(host: &Host, words: &[&str], columns: &str, client: &mut Option<Child
     said
 }
 
-/// Runs a command, which may fail, and returns its stdout and stderr.
 fn said(host: &Host, words: &[&str], columns: &str) -> String {
     let devices = host.list();
     let device = devices[1]["addr"].as_str().unwrap();
@@ -253,8 +253,8 @@ fn own_client(host: &Host) {
     fs::copy(binaries().join("cuda-client"), &program).unwrap();
 }
 
-/// Makes sure that the host has exactly one client, which computes nothing. Commands such as `terminate` may have ended the
-/// last client.
+/// Starts a client that computes nothing if the host has no client. Commands such as `terminate` may have ended the last
+/// client.
 fn ensure_client(host: &Host, device: &str, client: &mut Option<Child>) {
     if client.as_mut().is_some_and(|running| running.try_wait().unwrap().is_none()) {
         return;
@@ -296,7 +296,6 @@ fn end(client: &mut Option<Child>) {
     }
 }
 
-/// Replaces the values in an output that differ from run to run.
 struct Normal {
     root: String,
     pids: std::cell::RefCell<Vec<String>>,
@@ -314,7 +313,6 @@ impl Normal {
         Self { root, pids: std::cell::RefCell::default() }
     }
 
-    /// Replaces a PID by 4711 for the first PID of an output, 4712 for the second, and so on.
     fn pid(&self, pid: &str) -> String {
         let mut pids = self.pids.borrow_mut();
         let known = pids.iter().position(|known| known == pid);
@@ -332,8 +330,8 @@ impl Normal {
         let text = text.replace(&self.root, "");
         let text =
             replace(&text, r"[0-9]{4}-[0-9]{2}-[0-9]{2} [0-9]{2}:[0-9]{2}:[0-9]{2}", |_| MOMENT.into());
-        // The replaced age may have another width. So the spaces after it are replaced too, to keep the table's columns
-        // aligned.
+        // The new age may have another width than the old one. So the spaces after the age are replaced too, to align the
+        // table's columns.
         let text = replace(&text, r"\([0-9]+ (?:s|min|h|days?) ago\)( *)", |found| {
             format!("({AGE} ago){}", if found[1].is_empty() { "" } else { "  " })
         });
@@ -371,8 +369,8 @@ impl Normal {
     fn value(&self, key: &str, value: &mut Value) {
         match value {
             Value::Object(fields) => fields.iter_mut().for_each(|(key, value)| self.value(key, value)),
-            // These events depend on timing. The service may notice a lost GPU at several places, and may count the clients'
-            // memory while `probe` uses a whole slice.
+            // These two events depend on timing, so they are removed. The service may notice a lost GPU at several places. It
+            // may also count the clients' memory while `probe` uses a whole slice.
             Value::Array(events) if key == "events" => {
                 let by_chance =
                     |text: &str| ["GPU is lost", " its budget"].iter().any(|words| text.contains(words));

@@ -1,5 +1,5 @@
-//! Tests of clients in the guests of the Yunion platform. Its present host agent mounts the whole pipe directory into
-//! containers, and tells them no slice. Its records say which container has which device.
+//! Tests of clients in the guests of the Yunion platform. The platform's present host agent mounts the whole pipe directory
+//! into each container, and sets no slice in its environment. The host agent's records say which container has which device.
 
 use std::fs::{self, Permissions};
 use std::os::unix::fs::{PermissionsExt, chown};
@@ -147,7 +147,6 @@ fn a_client_of_a_guest_is_known_by_the_records_of_the_host_agent() {
         samples.keys().find(|key| key.contains(&labels) && key.contains("project=vision")).cloned()
     });
 
-    // The slice has two clients, and `terminate --device` ends the GPU work of both.
     let released = host.mpsctl(&["terminate", "--device", OWN]);
     let said = text(&released);
     assert!(released.status.success() && said.contains("of guest train-1, slice 00:06.0-1"), "{said}");
@@ -255,8 +254,8 @@ fn bad_records_are_not_believed() {
     let test = "bad_records_are_not_believed";
     let Some((platform, group)) = Platform::with(test, "") else { return };
     let client = platform.client(&group, &["hold", "600"], Some(NEIGHBOURS));
-    // The service identifies a client once, here while there are no records. Otherwise a valid record below would bind the
-    // container to its slice.
+    // The service identifies a client once, and must do so before the first record exists. Otherwise a valid record below would
+    // bind the container to its slice.
     wait_for("a look", || (platform.clients_of(NEIGHBOURS) == 1).then_some(()));
     let servers = platform.host.path("servers");
     let is_claimed = |what: &str| {
@@ -289,8 +288,8 @@ fn bad_records_are_not_believed() {
     platform.record("u-2", &group, NEIGHBOURS);
     is_claimed("a container of two guests");
     fs::remove_dir_all(servers.join("u-2")).unwrap();
-    // The newest host agent records only a GPU and no slice. The service has identified the client before the test writes this
-    // record.
+    // The newest version of the host agent records only a GPU and no slice. The test writes a record of this form after the
+    // service has identified the client, so the client gets no slice.
     platform.record("u-1", &group, "00:06.0");
     let listed = platform.listed(&client);
     assert_eq!((known(&listed), names(&listed)), (["00:06.0", "platform"], NAMES), "{listed:#}");
@@ -410,8 +409,7 @@ fn a_container_with_a_gpu_in_the_records_gets_a_free_slice() {
     old.end();
     drop(group);
     wait_for("a free slice", || (bound(&platform) == ["", "train-1/main", "", ""]).then_some(()));
-    // A binding by root replaces a binding from the host agent's records. So does a binding by a host agent that calls Bind
-    // itself.
+    // Root, or a host agent that calls Bind, can replace a binding from the host agent's records.
     let pid = neighbour.id().to_string();
     succeeded(&platform.host.mpsctl(&["bind", "00:06.0-3", "--pid", &pid, "--label", "main of train-1"]));
     assert_eq!(bound(&platform), ["", "", "", "main of train-1"]);

@@ -40,7 +40,7 @@ const GPUS: [(&str, &str, u32); 3] = [("A", "1b:00.0", 128), ("B", "2d:00.0", 12
 struct Guest {
     program: Client,
     stays: bool,
-    /// The server that the client has connected to.
+    /// The PID of the server that the client has connected to.
     server: u32,
 }
 
@@ -56,7 +56,8 @@ struct Twin {
 }
 
 impl Twin {
-    /// Makes a host with the simulated control daemon, or with NVIDIA's: the driver series and the directory of its programs.
+    /// Makes a host with the simulated control daemon or with NVIDIA's. `control_daemon` has the driver series and the
+    /// directory of NVIDIA's programs.
     fn new(control_daemon: Option<(&str, &Path)>) -> Self {
         let mut host = Host::new("h200x8");
         host.configure("cuda_mps_fault_grace: 1\ncuda_mps_quit_timeout: 1");
@@ -74,7 +75,7 @@ impl Twin {
         Self { guests, host, names, numbers, is_up: false }
     }
 
-    /// Does on the host what the deed says. Some effects on the host may follow later.
+    /// Plays a deed on the host. Some effects of the deed may follow later.
     fn play(&mut self, deed: &Deed, before: &Seen) {
         match deed {
             Deed::Reload { is_shared, gpus, thread_percentage } => {
@@ -174,8 +175,8 @@ impl Twin {
         assert_eq!(status.code(), Some(4), "the culprit was no client");
     }
 
-    /// Waits until a server has ended, and ends its clients. Until then the simulated driver lets no other server open these
-    /// GPUs.
+    /// Waits until a server has ended, and ends its clients. Until then the simulated driver lets no other server open the
+    /// server's GPUs.
     fn end_with(&mut self, server: u32) {
         wait_for("the server's end", || (!alive(server)).then_some(()));
         self.guests.retain(|_, guest| guest.server != server);
@@ -320,7 +321,7 @@ impl Twin {
         hit.map(|pid| self.numbers[&pid[1].parse().unwrap()]).collect()
     }
 
-    /// Waits until the host shows the state `expected` twice in succession.
+    /// Waits until two successive reads of the host show the state `expected`, since the first match may be a passing state.
     fn shows(&mut self, expected: &Seen) -> Result<(), String> {
         let begun = Instant::now();
         let mut same = 0;

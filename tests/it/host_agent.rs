@@ -1,5 +1,5 @@
-//! Tests the Go package in docs/host-agent, built with Debian's Go and godbus. On every board it reads what the service
-//! publishes and notices changes, and it reaches the host's bus from a pod.
+//! Tests the Go package in docs/host-agent, built with Debian's Go and godbus. On every board the package must read what the
+//! service publishes and notice changes. It must reach the host's bus from a pod.
 
 use std::fs::{self, File};
 use std::path::{Path, PathBuf};
@@ -240,7 +240,6 @@ impl Watch {
         Self { process: Client::start(&mut command), shown }
     }
 
-    /// Waits until the last line of `mps-agent watch` satisfies `holds`.
     #[track_caller]
     fn wait(&self, what: &str, holds: impl Fn(&Value) -> bool) {
         wait_for(what, || {
@@ -251,7 +250,6 @@ impl Watch {
         });
     }
 
-    /// Ends `mps-agent watch` by SIGTERM, as systemd does.
     fn end(mut self) {
         signal_pid(self.process.id(), Signal::TERM);
         assert_eq!(self.process.wait().unwrap().code(), Some(0));
@@ -464,8 +462,8 @@ fn a_pod_without_the_hosts_pids_finds_the_bus_in_a_mount() {
     assert_eq!(host.stop().code(), Some(0));
 }
 
-/// The platform's executor sets only two environment variables for a command. Without others, yunion-mpsctl must find the D-Bus
-/// socket.
+/// The platform's executor sets only two environment variables for a command. yunion-mpsctl needs no other variable to find the
+/// D-Bus socket.
 #[test]
 fn a_command_of_the_executor_needs_no_variable() {
     if !root_or_skip("a_command_of_the_executor_needs_no_variable") {
@@ -515,7 +513,7 @@ fn the_guide_for_the_platform_makes_a_host_serve() {
     host.start();
     for command in english.lines().filter_map(|line| line.strip_prefix("yunion-mpsctl ")) {
         let words: Vec<&str> = command.split(' ').collect();
-        // When the test runs the guide's first command, the service may not be on the bus yet. So the test repeats it.
+        // When the test runs the guide's first command, the service may not be on the bus yet. So the test repeats the command.
         wait_for(command, || host.mpsctl(&words).status.success().then_some(()));
     }
     assert_eq!(host.list().len(), 4);

@@ -48,7 +48,6 @@ fn unserved(host: &Host) -> Vec<String> {
     sick.map(|device| device["addr"].as_str().unwrap().to_owned()).collect()
 }
 
-/// Fails unless exactly the clients of this slice have lost their GPU work.
 fn only_its_clients_are_lost(slice: &str, clients: &mut Vec<(&'static str, Client)>) {
     for (_, lost) in clients.iter_mut().filter(|(its, _)| *its == slice) {
         let status = wait_for("the end of its clients", || lost.try_wait().unwrap());
@@ -177,7 +176,6 @@ fn a_host_has_gpus_of_both_kinds() {
     let status = host.wait_for_state("ready");
     assert_eq!(status["control_daemons"].as_array().unwrap().len(), 1, "{status:#}");
     assert_eq!(host.compute_mode(1), "Exclusive_Process");
-    // The test restores the former configuration, so each slice of the second GPU gets its own control daemon again.
     let held = client(&host, "2d:00.0-1");
     host.devices(&[&entry(128, "gpu"), &entry(129, "slice")]);
     host.reload();
@@ -248,7 +246,8 @@ fn an_exclusive_gpu_is_exclusive_again_afterwards() {
     host.wait_for_state("ready");
     assert_eq!(host.stop().code(), Some(0));
     assert_eq!(host.compute_mode(0), "Exclusive_Process");
-    // In `EXCLUSIVE_PROCESS`, only one server can use the GPU. The service may not change the compute mode here.
+    // In `EXCLUSIVE_PROCESS`, only one server can use the GPU. The configuration forbids the service to change the compute
+    // mode.
     host.configure("cuda_mps_topology: per_slice\ncuda_mps_set_compute_mode: false");
     host.start();
     host.wait_for_failure(
@@ -258,8 +257,8 @@ fn an_exclusive_gpu_is_exclusive_again_afterwards() {
     assert_eq!(host.stop().code(), Some(0));
 }
 
-/// The service has reported a bypass, and NVML then fails to list the processes. The service must not take the bypass for
-/// ended, since it would report the bypass a second time.
+/// The service has reported a bypass, and NVML then fails to list the processes. The service must not conclude that the bypass
+/// has ended, since it would later report the bypass a second time.
 #[test]
 fn a_program_without_mps_stays_known_while_nvml_lists_nobody() {
     let mut host = serving();
@@ -392,7 +391,7 @@ fn a_control_daemon_that_hangs_keeps_its_slice_alone_from_clients() {
         let done = host.program_of(slice, &["hold", "0.1"]).output().unwrap();
         assert!(done.status.success(), "{slice}: {}", text(&done));
     }
-    // One control daemon hangs. The clients of the other slices can still be listed, and their GPU work can be ended.
+    // One control daemon hangs. The service can still list all clients, and can end the GPU work of clients of other slices.
     let listed = host.json(&["clients"]).unwrap();
     let pids: BTreeSet<u64> =
         listed.as_array().unwrap().iter().filter_map(|one| one["pid"].as_u64()).collect();

@@ -17,7 +17,7 @@ use crate::support::schema::{directory, strict};
 use crate::support::service::Service;
 use crate::support::snapshot::{P40, p40_board};
 
-/// The keys that no recorded JSON in tests/golden has. Another test has JSON with these keys.
+/// The keys that no recorded JSON in tests/golden has. Other tests check JSON with these keys.
 const ELSEWHERE: [(&str, &[&str]); 6] = [
     ("check", CHECK),
     ("clients", &["[].container", "[].container_id", "[].guest", "[].label", "[].project"]),

@@ -165,7 +165,7 @@ fn the_limits_of_another_hook_are_replaced_within_seconds_and_told() {
         fs::write(&file, format!("{} {}", reserved << 20, mib << 20)).unwrap();
         let text = || fs::read_to_string(&file).unwrap().trim().to_owned();
         wait_for("the limit of the slice", || (text() == ours).then_some(()));
-        // The regular check comes once a minute. The service must notice the other limit earlier.
+        // The service's regular check of the limits comes once a minute. The service must notice the changed limit earlier.
         assert!(begun.elapsed() < Duration::from_secs(50), "{:?}", begun.elapsed());
         let told = format!("it was {found}, and is {MEMORY} MiB again");
         wait_for(&told, || host.log().contains(&told).then_some(()));

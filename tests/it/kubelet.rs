@@ -26,7 +26,7 @@ struct Container {
 }
 
 impl Container {
-    /// Starts a container and binds it to the slice, as the slice's hook does.
+    /// Starts a container and binds it to the slice, as the OCI hook in the slice's settings does.
     fn start(host: &Host, group: ContainerGroup, slice: &str, label: &str) -> Self {
         let first = Client::start(host.command("sleep").arg("600"));
         group.take(first.id(), "");
@@ -54,8 +54,8 @@ fn group(test: &str, of: fn() -> Option<ContainerGroup>) -> Option<ContainerGrou
     group
 }
 
-/// Drains the slice `drained`, and waits for the list of devices that the plugin then sends. All lists that were caused earlier
-/// have come before.
+/// Drains a slice, and waits for the plugin's list of devices in which the slice is unhealthy. The plugin sends its lists in
+/// order, so all earlier lists have arrived by then.
 fn a_new_list(host: &Host, kubelet: &mut FakeKubelet, drained: &str) {
     succeeded(&host.mpsctl(&["drain", drained]));
     kubelet.wait_for_devices(QUARTER, 4, &[drained]);
@@ -70,7 +70,6 @@ fn a_pod_hands_the_slice_of_its_ended_init_container_on() {
     assert_eq!((&first["devices"], &first["settings"]), (&main["devices"], &main["settings"]), "{admitted}");
     let device = first["devices"][0].as_str().unwrap();
     assert_eq!(kubelet.given()[device], ["train-0/download", "train-0/main"]);
-    // The other three slices go to three other pods, and a fifth pod gets no slice.
     for pod in ["train-1", "train-2", "train-3"] {
         assert_ne!(kubelet.admitted(pod, 1).0, [device]);
     }
@@ -173,8 +172,8 @@ fn after_a_forced_deletion_the_next_pod_gets_another_slice() {
     drop(container);
 }
 
-/// The plugin tells pods from other owners of a slice by the owner's control group. Neither the kubelet's record nor the
-/// binding's label counts.
+/// The plugin recognizes a pod by the control group that has the slice. Neither the kubelet's record nor the binding's label
+/// counts.
 #[test]
 fn a_slice_of_a_pod_stays_healthy_and_one_of_a_stranger_never_is() {
     let test = "a_slice_of_a_pod_stays_healthy_and_one_of_a_stranger_never_is";
@@ -220,8 +219,8 @@ fn a_slice_of_a_pod_stays_healthy_and_one_of_a_stranger_never_is() {
     }
 }
 
-/// Another GPU is cut into other slices. The slices of running pods keep the name of their resource: the kubelet would treat
-/// all devices of a new resource as free.
+/// A reload changes the slices of another GPU. The resource of the running pods' slices keeps its name, since the kubelet would
+/// treat all devices of a new resource as free.
 #[test]
 fn a_gpu_that_is_cut_anew_changes_nothing_for_pods_on_other_gpus() {
     let test = "a_gpu_that_is_cut_anew_changes_nothing_for_pods_on_other_gpus";
@@ -253,7 +252,7 @@ open(sys.argv[1], 'w').write(yaml.safe_dump(devices))";
     assert_ne!(kubelet.admitted("train-1", 1).0, [slice]);
 }
 
-/// The scheduler knows only the numbers of devices that the kubelet publishes for its node now and then.
+/// The scheduler knows only the number of devices, which the kubelet publishes for its node from time to time.
 #[test]
 fn the_scheduler_sees_a_drain_of_a_free_slice_and_not_one_under_a_pod() {
     let test = "the_scheduler_sees_a_drain_of_a_free_slice_and_not_one_under_a_pod";
@@ -347,12 +346,11 @@ fn a_second_plugin_leaves_the_sockets_of_the_first_alone() {
     let second = Plugin::started_by(&host, Plugin::command(&host, &[]), "second.log");
     second.wait_until_it_says("another device plugin serves this socket");
     kubelet.events.clear();
-    // When this list arrives, the second plugin has also checked the socket of the first plugin.
+    // When the plugin has sent its next list of devices, the second plugin has also checked the socket of the first plugin.
     a_new_list(&host, &mut kubelet, "00:06.0-3");
     assert!(!first.said().contains("the socket was removed"), "{}", first.said());
     let registrations = kubelet.heard.iter().filter(|event| event["event"] == "registered");
     assert_eq!(registrations.count(), 1);
-    // After the end of the first plugin, the second one registers the resource.
     signal_pid(first.process.id(), Signal::TERM);
     kubelet.wait_for_registration(QUARTER);
 }

@@ -172,7 +172,7 @@ fn devices_outlast_a_restart_of_the_service() {
     wait_for("the service", || {
         (plugin.said().matches("yunion-mps-daemon answers: 4 slices").count() == 2).then_some(())
     });
-    // The drain causes the last list of devices. All lists that the service's restart has caused come before.
+    // The drain causes the last list of devices. The lists before it show what the service's restart has changed.
     succeeded(&host.mpsctl(&["drain", "00:06.0-1"]));
     kubelet.wait_for_devices(QUARTER, 4, &["00:06.0-1"]);
     let lists = kubelet.heard.iter().filter(|event| event["event"] == "devices");

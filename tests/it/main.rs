@@ -1,7 +1,6 @@
 //! Tests of the whole service on simulated hosts.
 
-// `clippy.toml` allows `unwrap` and the like only in functions marked as tests. The helper functions of this program also call
-// them.
+// `clippy.toml` allows `unwrap` and the like only in functions marked as tests. Other functions of this program call them too.
 #![allow(
     clippy::unwrap_used,
     clippy::expect_used,

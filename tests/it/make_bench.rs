@@ -1,5 +1,5 @@
 //! Tests that `make bench` measures every row of its table, and that docs/benchmarks.md explains each row. The measured figures
-//! do not matter here.
+//! do not matter.
 
 use std::fs;
 use std::os::unix::fs::PermissionsExt;
@@ -23,7 +23,6 @@ fn measured(group: &str) -> Value {
     let source = Path::new(env!("CARGO_MANIFEST_DIR"));
     let out = tempfile::tempdir().unwrap();
     let output = benchmark(group, out.path()).output().unwrap();
-    // The reasons of failed runs are in the error output.
     assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
     let table = fs::read_to_string(out.path().join("service.md")).unwrap();
     assert_eq!(table, String::from_utf8(output.stdout).unwrap());

@@ -138,7 +138,7 @@ struct Row {
     nodes: &'static [u64],
     slices: u64,
     reloads: u64,
-    /// The numbers of slices that the service may list at this moment.
+    /// The possible lengths of the service's list of slices. During a reload, the list may still have its former length.
     devices: Vec<usize>,
     service: Option<Service>,
     clients: Vec<Bystander>,
@@ -149,7 +149,6 @@ struct Row {
 }
 
 impl Row {
-    /// `daemons` is the number of control daemons when all slices are served.
     fn new(host: Host, random: Random, daemons: usize, nodes: &'static [u64]) -> Self {
         host.configure("log_level: debug");
         host.plant("mps/start-ms", "40");

@@ -336,8 +336,8 @@ fn in_jail(directory: &Path) -> Command {
     command
 }
 
-/// A control daemon accepts commands by the user of a process and by the directories that the process sees. `may_command` and
-/// doctor show the result.
+/// The commands that a control daemon accepts from a process depend on the user of the process and on the directories that it
+/// sees. `may_command` and doctor show the result.
 #[test]
 fn who_can_command_is_said() {
     if !root_or_skip("who_can_command_is_said") {

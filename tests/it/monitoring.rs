@@ -34,13 +34,12 @@ fn judged(command: &mut Command, input: &str) -> (bool, String) {
     (output.status.success(), text(&output))
 }
 
-/// Returns what promtool, a program of Prometheus, says about a text of metrics.
 fn remarks(metrics: &str) -> String {
     let (accepted, said) = judged(Command::new(fetched("promtool")).args(["check", "metrics"]), metrics);
     if accepted { said } else { format!("refused: {said}") }
 }
 
-/// Returns the recorded files with this name, with their paths. Each board has one with healthy GPUs and one with a lost GPU.
+/// Returns the recorded files with this name, with their paths. Files below `broken` are of a board with a lost GPU.
 fn recorded(file: &str) -> Vec<(PathBuf, String)> {
     let outputs = fs::read_dir(source("tests/golden")).unwrap().map(|entry| entry.unwrap().path());
     let boards = outputs.filter(|path| !path.ends_with("help"));
@@ -89,7 +88,7 @@ fn promtool_has_no_remark_about_the_metrics() {
     }
 }
 
-/// Proves that promtool reports wrong metrics: it complains about the names in the newer format.
+/// Shows that promtool finds wrong metrics. Promtool must complain about the metric names of the newer format.
 #[test]
 fn promtool_has_remarks_about_wrong_metrics() {
     for (_, newer) in recorded("metrics.txt") {
@@ -117,7 +116,6 @@ fn metrics() -> BTreeSet<String> {
     names
 }
 
-/// Fails if the text names a metric that no recorded output has.
 fn assert_known(text: &str) {
     let known = metrics();
     let named = Regex::new("yunion_mps_[a-z_]+").unwrap();
@@ -140,8 +138,7 @@ fn the_alerts_fire_and_stay_silent_as_they_should() {
     assert_known(&read("docs/alerts.yml"));
 }
 
-/// The test cases of each alert must have a case in which it fires and a case in which it does not. Its text must name a
-/// command.
+/// Each alert needs a test case in which it fires, and a test case in which it does not. The alert's text must name a command.
 #[test]
 fn every_alert_has_both_cases_and_a_command() {
     let rules = read("docs/alerts.yml");

@@ -172,7 +172,6 @@ struct Runtime {
     answers: BufReader<ChildStdout>,
 }
 
-/// A running pod, with the slices that the kubelet has chosen.
 #[derive(Debug, Clone)]
 struct Pod {
     name: String,
@@ -248,7 +247,6 @@ struct Admitted {
     settings: Value,
 }
 
-/// A simulated Kubernetes node: a host with the service, the device plugin, a kubelet and containerd.
 struct Node {
     runtime: Runtime,
     containerd: Containerd,
@@ -305,7 +303,7 @@ impl Node {
         self.containerd.remove_group(&pod.name);
     }
 
-    /// Ends the only pod. The call is repeated, since a containerd that has just started does not know its containers yet.
+    /// Ends the only pod. Repeats the call, since a containerd that has just started does not know its containers yet.
     fn ends(&mut self, pod: &Pod) {
         wait_for("a slice without an owner", || {
             self.runtime.end(pod).is_ok().then_some(())?;
@@ -522,7 +520,7 @@ fn no_kill_loses_a_pod_or_gives_its_slice_away() {
         node.host.wait_for_state("ready");
         node.kubelet.wait_for_devices(QUARTER, 4, &[]);
         assert!(alive(pid) && process_state(pid) != Some('Z'), "{order}");
-        // A containerd that has just started does not know its containers yet. So the test waits.
+        // A containerd that has just started does not know its containers yet.
         wait_for(&format!("the pod after {order}"), || node.runtime.runs(&pod).then_some(()));
         assert_eq!(node.owners(), node.given(), "{order}");
         refused(&bind(&node.host, &pod.slices[0], &stranger, &[]), "is taken by ml/train-0/main");

@@ -48,7 +48,6 @@ fn what_is_promised_is_what_is_found() {
         let (status, reports) = probe(&host, &[name]);
         assert_eq!((status, &reports[0]["addr"]), (Some(0), &json!("00:06.0-0")), "{name}: {reports:#}");
     }
-    // The client of `probe` has ended and uses no memory any more.
     let clients = host.busctl("ListClients");
     assert_eq!(clients, json!([]));
 }

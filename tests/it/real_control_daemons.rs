@@ -118,8 +118,8 @@ fn without_their_fifo_they_write_no_log() {
     }
 }
 
-/// An earlier configuration has left a log directory at the path of the FIFO. The service moves this directory away, so that
-/// the control daemon can make its FIFO.
+/// A log directory from an earlier configuration is at the path of the FIFO. The service moves this directory away, so that the
+/// control daemon can make its FIFO.
 #[test]
 fn a_former_log_directory_makes_none_silent() {
     for series in ["535", "550", "555"] {

@@ -75,8 +75,8 @@ impl Rounds {
             clients.push((self.host.client_of(slice), slice.to_owned()));
         }
         if is_bound {
-            // The client's environment claims one slice, and the test binds its control group to another. The binding is made
-            // before the client's start in some rounds, and after it in others.
+            // The client's environment claims one slice, and the test binds the client's control group to another slice. In
+            // some rounds the test makes the binding before the client's start, and in the other rounds after it.
             let start = || client(&self.host, &self.group.directory, &["hold", "600"], SLICES[1]);
             let bind_it = || succeeded(&bind(&self.host, SLICES[0], &self.group, &["--label", "job-17"]));
             let bound = if round.is_multiple_of(2) {

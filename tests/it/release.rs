@@ -20,7 +20,6 @@ use crate::support::neighbours::{Neighbours, TERMINATED, assert_terminated, byst
 use crate::support::skip::{root_or_skip, skip};
 use crate::support::wait::wait_for;
 
-/// The number of rounds for each way to end a client.
 const ROUNDS: usize = 4;
 
 /// The part of a message that names the slice of each client except the bystander.
@@ -32,7 +31,6 @@ fn assert_released((status, said): (Option<i32>, String), signal: Signal) {
     assert!(!said.contains("which can be a fault for other clients of the GPU"), "{signal:?}: {said}");
     match status {
         Some(3) => assert!(said.contains(TERMINATED), "{signal:?}: {said}"),
-        // The signal has ended the command before it could print CUDA's error.
         _ => assert_eq!(status, Some(128 + signal.as_raw()), "{signal:?}: {said}"),
     }
 }
@@ -346,7 +344,7 @@ fn a_client_that_stays_is_done_with() {
 }
 
 /// A control daemon waits for a client that it terminates, and answers no other caller meanwhile. A tenant could stop the
-/// client by SIGSTOP, so the service continues it.
+/// client by SIGSTOP, so the service sends SIGCONT to the client.
 #[test]
 fn a_client_that_is_stopped_holds_up_nobody() {
     let mut scene = Neighbours::new();
@@ -787,7 +785,6 @@ fn run_passes_signals_on_when_the_daemon_does_not_answer() {
     let (status, said) = ended(run);
     assert_eq!(status, Some(7), "{said}");
     assert!(said.contains("TERM") && !said.contains(WARNING), "{said}");
-    // Now the service does not run at all.
     signal_pid(scene.host.pid(), Signal::CONT);
     let run = started(&scene, one);
     scene.host.signal(Signal::KILL);

@@ -220,8 +220,8 @@ fn only_the_gpu_that_changes_is_said_to_change() {
     assert_eq!(host.stop().code(), Some(0));
 }
 
-/// With a control daemon for each GPU, a change of one GPU causes no signal for the others. For a slice of the changed GPU, the
-/// service sends a signal for the new limits, and a second one when they are in force.
+/// With a control daemon for each GPU, a change of one GPU causes no D-Bus signal for the other GPUs. For a slice of the
+/// changed GPU, the service sends a D-Bus signal for the new limits, and perhaps a second signal when the limits are in force.
 #[test]
 fn a_control_daemon_of_its_own_keeps_a_change_to_its_gpu() {
     let entry = |gpu: u32, slices: u32| {
@@ -629,7 +629,7 @@ fn changes_that_follow_each_other_restart_nothing() {
     assert_eq!(host.stop().code(), Some(0));
 }
 
-/// Without a driver, the service has no plan. Its stop still ends the control daemons that an earlier service has left running.
+/// Without a driver, the service has no plan. Its stop still ends the control daemons that an earlier service has started.
 #[test]
 fn a_stop_without_a_plan_ends_what_runs() {
     let mut host = Host::serving("h200");
@@ -707,8 +707,8 @@ fn a_control_daemon_starts_once_with_all_its_gpus() {
     host.nothing_runs();
 }
 
-/// A GPU refuses its compute mode when the control daemon starts, which then starts without it. The GPU joins when it accepts
-/// the mode and the control daemon has no clients.
+/// A GPU refuses its compute mode, so the control daemon starts without this GPU. The GPU joins when it accepts the mode and
+/// the control daemon has no clients.
 #[test]
 fn a_gpu_that_takes_its_compute_mode_later_joins() {
     let mut host = Host::new("h200x8");
@@ -731,8 +731,8 @@ fn a_gpu_that_takes_its_compute_mode_later_joins() {
     assert_eq!(host.stop().code(), Some(0));
 }
 
-/// The driver's call that sets a compute mode hangs, and meanwhile the GPU leaves the configuration. Whenever the call sets the
-/// mode, the service must restore the former mode afterwards.
+/// The driver's call that sets a compute mode hangs, and meanwhile the GPU leaves the configuration. When the call has set the
+/// mode after all, the service must restore the former mode.
 #[test]
 fn a_mode_that_is_set_late_is_put_back() {
     let mut host = Host::new("h200x8");
@@ -785,9 +785,8 @@ fn disabling_spares_the_clients_that_are_waited_for_and_says_so() {
     host.nothing_runs();
 }
 
-/// If a service that stops can't take a recorded control daemon over, it can't end this control daemon, and does not restore
-/// the compute mode of the control daemon's GPU. In the former mode, programs without MPS could use the GPU beside that control
-/// daemon's clients.
+/// A service that stops can't end a recorded control daemon that it can't take over. So it does not restore the compute mode of
+/// the GPU: in the former mode, programs without MPS could use the GPU beside that control daemon's clients.
 #[test]
 fn a_control_daemon_that_stays_keeps_its_compute_mode() {
     let mut host = Host::serving("h200");
@@ -823,7 +822,6 @@ fn a_control_daemon_that_stays_keeps_its_compute_mode() {
     assert_eq!(host.compute_mode(0), "Exclusive_Process");
     let state: Value = serde_json::from_slice(&std::fs::read(&file).unwrap()).unwrap();
     assert_eq!(state["control_daemons"]["shared"]["process"]["pid"], other.id(), "{state:#}");
-    // When this process has ended, the next service restores the compute mode.
     other.end();
     host.start();
     wait_for("the compute mode of before", || (host.compute_mode(0) == "Default").then_some(()));

@@ -257,7 +257,7 @@ fn nobody_else_changes_the_directories() {
     fs::remove_dir_all(&pipe).unwrap();
 }
 
-/// Checks that a new service can change the links although the killed service has left the immutable flags in place.
+/// Checks that a new service can change the links although the killed service has not removed the immutable flags.
 fn another_service_changes_the_links(host: &mut Host, directories: &[PathBuf]) {
     assert_eq!(flags(directories), vec![true; directories.len()], "of the killed service");
     for pid in host.processes() {

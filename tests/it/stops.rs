@@ -1,5 +1,6 @@
 //! Tests of yunion-mps-runc, which wraps a container runtime: it ends the GPU work of a container before the runtime signals
-//! the container. Here the runtime is a script that only sends signals. The tests in e2e and in `pods` use real runtimes.
+//! the container. In these tests the runtime is a script that only sends signals. The tests in e2e and in `pods` use real
+//! runtimes.
 
 use std::fs::{self, Permissions};
 use std::os::unix::fs::{PermissionsExt, symlink};

@@ -8,7 +8,7 @@ use std::path::Path;
 
 use regex::Regex;
 
-/// The folders of the product's crates. Cargo makes sure that a crate uses only crates that come before it here.
+/// The folders of the product's crates. Cargo makes sure that a crate uses only crates that come before it in this array.
 const CRATES: [&str; 5] =
     ["crates/core/src", "crates/common/src", "src", "crates/mpsctl/src", "crates/device-plugin/src"];
 
@@ -240,7 +240,7 @@ fn breaches_of_floors(house: &Crate) -> String {
     breaches
 }
 
-/// Names the files of a crate that use each other in a circle. Empty without such files.
+/// Names the files of a crate that use each other in a circle. Returns an empty text if the crate has no circle.
 fn circles(house: &Crate) -> String {
     let uses = house.uses();
     let reach = |from: &[String]| {

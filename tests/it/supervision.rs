@@ -365,7 +365,8 @@ fn a_control_daemon_whose_place_was_taken_is_left_to_its_clients(topology: Topol
     host.nothing_runs();
 }
 
-/// Before Volta, a control daemon ends while its supervisor waits for an answer. The service starts the next one.
+/// On a GPU from before Volta, a control daemon ends while its supervisor waits for an answer. The service starts another
+/// control daemon.
 #[test]
 fn before_volta_a_control_daemon_that_ends_during_a_reload_has_a_successor() {
     let mut host = Host::serving("tesla-p40");
@@ -394,7 +395,8 @@ fn before_volta_a_control_daemon_that_ends_during_a_reload_has_a_successor() {
     host.nothing_runs();
 }
 
-/// Before Volta, NVML lists no clients. So an empty list is no reason to end a control daemon that does not answer.
+/// On GPUs from before Volta, NVML lists no clients. So an empty list is no reason to end a control daemon that does not
+/// answer.
 fn wait_until_its_clients_are_not_known(host: &Host, control_daemon: u32) {
     let expected = "NVML does not list the clients of GPU";
     let status = host.wait_for_status("clients that are not known", |status| {
@@ -433,8 +435,8 @@ fn before_volta_a_control_daemon_without_its_directory_is_left_to_its_clients() 
     assert_eq!(host.stop().code(), Some(0));
 }
 
-/// From Volta on, NVML lists the clients. So the service can replace a control daemon that it can't reach and that has no
-/// clients. Before its signal to the control daemon, the service writes to its log that no work is lost.
+/// On GPUs from Volta on, NVML lists the clients. So the service can replace a control daemon that it can't reach and that has
+/// no clients. Before its signal to the control daemon, the service writes to its log that no work is lost.
 fn an_idle_control_daemon_without_its_directory_is_replaced_with_a_word(topology: Topology) {
     let mut host = Host::serving_as(topology, "h200");
     let before = control_pid(&host.wait_for_state("ready"));
@@ -447,8 +449,8 @@ fn an_idle_control_daemon_without_its_directory_is_replaced_with_a_word(topology
     assert_eq!(host.stop().code(), Some(0));
 }
 
-/// A control daemon of a newer driver may give answers that the service does not understand. The next one would answer in the
-/// same way, so the service does not restart it.
+/// A control daemon of a newer driver may give answers that the service does not understand. After a restart the answers would
+/// be the same, so the service does not restart the control daemon.
 fn a_control_daemon_that_is_not_understood_is_not_restarted(topology: Topology) {
     let mut host = Host::serving_as(topology, "h200");
     let before = control_pid(&host.wait_for_state("ready"));
@@ -600,7 +602,7 @@ fn watched_front_ends(host: &mut Host) -> (PathBuf, PathBuf) {
     (runs, overlaps)
 }
 
-/// Runs all commands at once: two processes for each command, each of which runs it three times.
+/// Runs all commands at the same time: two threads for each command, each of which runs the command three times.
 fn ask_at_once(host: &Host, ways: &[&[&str]]) {
     std::thread::scope(|scope| {
         for way in ways.iter().cycle().take(2 * ways.len()) {
@@ -651,7 +653,6 @@ fn a_control_daemon_is_asked_one_thing_at_a_time() {
     assert_eq!(fs::read_to_string(&overlaps).unwrap_or_default().len(), 0, "asked two things at a time");
 }
 
-/// Starts a CUDA program that does not use MPS, and waits until it has opened the GPU.
 fn program_without_mps(host: &Host) -> Child {
     let program = start_without_mps(host).spawn().unwrap();
     let entry = host.path(&format!("gpus/0/processes/{}", program.id()));
@@ -715,7 +716,6 @@ fn a_program_that_slips_in_opens_the_gpu_to_nobody() {
         assert!(host.list().iter().all(|device| device["healthy"] == true));
         go_on.store(false, Ordering::Relaxed);
         assert_eq!(modes.join().unwrap(), BTreeSet::from(["Exclusive_Process".to_owned()]));
-        // A stop restores the compute mode from before the first start.
         assert_eq!(host.stop().code(), Some(0));
         assert_eq!(host.compute_mode(0), "Default");
         host.nothing_runs();

@@ -7,7 +7,6 @@ use crate::support::host::mpsctl;
 use crate::support::service::Service;
 use crate::support::snapshot::{P40, p40_board, serving, tesla_p40};
 
-/// Returns the output of yunion-mpsctl on a terminal with `columns` columns.
 async fn shown(service: &Service, columns: u32, variables: &[(&str, &str)], arguments: &str) -> String {
     let program = mpsctl();
     // A shell would set `COLUMNS` itself. So `exec env` sets the variables after the shell.

@@ -16,7 +16,6 @@ fn top(host: &Host) -> Command {
     command
 }
 
-/// Starts `top`, and waits until it shows slices and clients.
 fn started(host: &Host, rows: u16, columns: u16) -> Screen {
     let screen = Screen::start(&top(host), rows, columns);
     screen.wait_for("Slices ");
@@ -77,7 +76,6 @@ fn clients_come_are_sorted_and_are_ended() {
     screen.wait_until("the other", |text| shown_pids(text) == [other.id()]);
     screen.keys("j\t");
 
-    // The test answers the first question of `top` with no, and the second with yes.
     let question = format!("End the GPU work of process {} (", one.id());
     screen.keys("t");
     screen.wait_until("a question", |text| text.contains(&question) && text.contains("? y/N"));
@@ -182,8 +180,8 @@ fn the_terminal_is_given_back_after_a_signal_and_for_the_shell() {
         assert_eq!(screen.ended(), status);
         screen.wait_until_restored();
     }
-    // In a shell, Ctrl-Z would stop `top`. Here `top` is the only program of its session, so the kernel ignores a stop by
-    // Ctrl-Z. SIGSTOP stops `top` instead.
+    // In a shell, Ctrl-Z would stop `top`. No shell has started this `top`, so its process group is orphaned, and the kernel
+    // ignores a stop by Ctrl-Z. SIGSTOP stops `top` instead.
     let mut screen = started(&host, 24, 80);
     signal_pid(screen.pid(), Signal::STOP);
     wait_for("a stopped program", || (process_state(screen.pid()) == Some('T')).then_some(()));

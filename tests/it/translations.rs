@@ -39,8 +39,7 @@ fn cells(row: &str) -> Vec<&str> {
     row.trim_matches('|').split('|').map(str::trim).collect()
 }
 
-/// Returns all of a page except its prose: headings, commands, rows and pictures, and the fixed words in the prose of each
-/// section.
+/// Returns the headings, commands, rows and pictures of a page, and the fixed words in the prose of each section.
 fn outline(page: &str) -> Vec<String> {
     let mut outline = Vec::new();
     let mut prose = String::new();
@@ -140,7 +139,7 @@ fn every_link_leads_somewhere() {
     }
 }
 
-/// Words in the sources of `yunion-mpsctl doctor` that only look like names of findings.
+/// Words in the sources of `yunion-mpsctl doctor` that have the form of a finding's name and name no finding.
 const NO_FINDINGS: [&str; 10] = [
     "bad-setting",
     "control-group",
@@ -219,7 +218,6 @@ fn every_finding_of_doctor_is_explained_once() {
     }
 }
 
-/// Returns the text of a Chinese manual page, with groff's hyphens replaced by plain hyphens.
 fn chinese_manual(name: &str) -> String {
     read(&format!("packaging/man/zh_CN/{name}")).replace("\\-", "-")
 }
@@ -317,8 +315,8 @@ fn keys_of_host_conf() -> Vec<(String, String)> {
     text.split("\n\n").filter_map(with_key).collect()
 }
 
-/// Returns each key of an entry in the device file, with its explanation. It is a line `#   KEY   TEXT` with the lines below it
-/// that are indented further.
+/// Returns each key of an entry in the device file, with its explanation. An explanation is a line `#   KEY   TEXT` with the
+/// lines below it that are indented further.
 fn keys_of_device_file() -> Vec<(String, String)> {
     let text = read("config/host_container_device.yml");
     let mut keys: Vec<(String, String)> = Vec::new();

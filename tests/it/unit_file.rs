@@ -17,8 +17,7 @@ fn run(command: &mut Command) -> Output {
     command.output().unwrap_or_else(|error| panic!("{command:?}: {error}; scripts/deps.sh installs it"))
 }
 
-/// Returns the complaints of `systemd-analyze verify` about this unit. Complaints about other units of the machine are left
-/// out.
+/// Returns the complaints of `systemd-analyze verify` about this unit, without complaints about other units of the machine.
 fn verify(unit: &str) -> Vec<String> {
     let directory = tempfile::tempdir().unwrap();
     let path = directory.path().join("yunion-mps-daemon.service");

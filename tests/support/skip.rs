@@ -4,10 +4,10 @@
 use std::fs::File;
 use std::io::{self, Write};
 
-/// The variable with the path of a file that gets a line for each skipped part.
+/// The environment variable with the path of a file. Each skipped part adds a line to the file.
 const LIST: &str = "YUNION_MPS_SKIPPED";
 
-/// The variable that forbids to skip a part, except for the reasons in [`EVEN_THERE`].
+/// The environment variable that forbids to skip a part, except for the reasons in [`EVEN_THERE`].
 const NOTHING: &str = "YUNION_MPS_SKIP_NOTHING";
 
 /// The reasons that are allowed even with [`NOTHING`], each with an explanation.

@@ -3,10 +3,9 @@
 use std::thread::sleep;
 use std::time::{Duration, Instant};
 
-/// The longest wait for any step, which only a defect can reach, even on a busy machine.
+/// The longest wait for a condition. Even on a busy machine, only a defect makes a test wait so long.
 pub(crate) const DEADLINE: Duration = Duration::from_secs(120);
 
-/// The pause between two checks of the condition.
 pub(crate) const PAUSE: Duration = Duration::from_millis(20);
 
 /// Calls `look` until it returns a value, and returns the value. At the deadline the test fails, and the failure names `what`.

@@ -235,7 +235,8 @@ pub fn to_be_writable(path: &Path) -> &Path {
     configured.parent().filter(|parent| *parent != Path::new("/")).unwrap_or(configured)
 }
 
-/// Fails unless the directory belongs to the service. Sets its mode, and returns the former mode if that was different.
+/// Sets the mode of a directory, and returns the former mode if it was different. Fails if the directory does not belong to the
+/// service.
 fn claim(directory: &OwnedFd, mode: u32) -> Result<Option<u32>, Problem> {
     let stat = stat(directory)?;
     owner(&stat)?;
@@ -368,7 +369,7 @@ pub fn open_log(directory: impl AsFd, name: &str, moved: &mut Vec<String>) -> io
             Some(Ok(entry)) => reopen(&entry, OFlags::APPEND | OFlags::WRONLY)?,
             None => match create(&directory, Path::new(name)) {
                 Ok(output) => output,
-                // Another process has made the file after `find_log`, so the loop tries again.
+                // Another process has made the log after `find_log`, so the loop tries again.
                 Err(error) if error.kind() == io::ErrorKind::AlreadyExists => continue,
                 Err(error) => return Err(error),
             },
@@ -383,8 +384,8 @@ pub fn open_log(directory: impl AsFd, name: &str, moved: &mut Vec<String>) -> io
     }
 }
 
-/// Opens the entry `name` in the directory. The inner result is the log, or the reason why the entry can't be the log. None if
-/// the directory has no such entry.
+/// Opens the log `name` in the directory. The inner result has a reason if a file with this name can't be the log. None if
+/// there is no file with this name.
 fn find_log(directory: impl AsFd, name: &str) -> io::Result<Option<Result<OwnedFd, String>>> {
     let Some(entry) = entry(directory, name)? else { return Ok(None) };
     let stat = rustix::fs::fstat(&entry)?;
@@ -407,7 +408,7 @@ fn find_log(directory: impl AsFd, name: &str) -> io::Result<Option<Result<OwnedF
 
 const MOVED_AWAY: u32 = 9;
 
-/// Renames an entry to the first free numbered name. If a user has taken all numbered names, the new name ends with the present
+/// Renames a file to the first free numbered name. If a user has taken all numbered names, the new name ends with the present
 /// time in nanoseconds.
 fn move_away(directory: impl AsFd, name: &str) -> rustix::io::Result<String> {
     for number in 1..=MOVED_AWAY {
@@ -455,8 +456,7 @@ fn own_link(file: BorrowedFd<'_>) -> PathBuf {
     proc::open_file(proc::OWN, file.as_raw_fd())
 }
 
-/// fchmod(2) refuses an `O_PATH` descriptor, so the mode is set through the descriptor's link in /proc. The link leads to the
-/// same file, even if another file has the file's path now.
+/// fchmod(2) refuses an `O_PATH` descriptor, so the mode is set through the descriptor's link in /proc.
 fn chmod(file: impl AsFd, mode: u32) -> rustix::io::Result<()> {
     rustix::fs::chmod(own_link(file.as_fd()), Mode::from_raw_mode(mode))
 }
@@ -512,7 +512,7 @@ mod tests {
         std::fs::write(&file, "").unwrap();
         assert!(message(&file).contains("not a directory"), "{}", message(&file));
 
-        // A user who can write to a parent can replace the directory below that parent.
+        // A user who can write to a parent could replace the directory below that parent.
         let for_all = base.path().join("for all");
         std::fs::create_dir(&for_all).unwrap();
         std::fs::set_permissions(&for_all, PermissionsExt::from_mode(0o777)).unwrap();
@@ -529,7 +529,6 @@ mod tests {
         }
     }
 
-    /// A link, FIFO, directory or foreign file with the name of the log is renamed, and its content is not changed.
     #[test]
     fn only_a_regular_file_of_the_service_is_used_as_a_log() {
         let base = tempfile::tempdir().unwrap();

@@ -120,7 +120,6 @@ impl LocatedProblem {
         Problem::new(found, remedy).at(origin, key)
     }
 
-    /// The problem with the key in front, and without its file and line.
     pub fn with_key(&self) -> Problem {
         let problem = self.problem.clone();
         if self.key.is_empty() { problem } else { problem.prefixed(&self.key) }

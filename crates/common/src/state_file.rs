@@ -91,7 +91,7 @@ pub struct Contents {
 }
 
 impl Contents {
-    /// The text of the state file before the entries of the bindings, and the text after these entries.
+    /// The text of the state file before the list of bindings, and the text after the list.
     pub fn around_bindings(&self) -> serde_json::Result<(String, &'static str)> {
         let whole = serde_json::to_string(self)?;
         let others = whole.strip_suffix('}').unwrap_or_default();
@@ -120,7 +120,6 @@ pub fn control_daemons(directory: &Path) -> Result<Vec<Running>, Problem> {
     Ok(contents.map(|contents| contents.control_daemons.into_values().collect()).unwrap_or_default())
 }
 
-/// Reads the state file. None if the file does not exist. The error says what is wrong with the file.
 pub fn read(file: &Path) -> Result<Option<Contents>, Problem> {
     let bytes = match regular_file::read(file, MAX_BYTES as u64) {
         Ok(bytes) => bytes,

@@ -13,7 +13,6 @@ pub fn write(path: &Path, bytes: &[u8]) -> io::Result<()> {
     write_parts(path, &[bytes])
 }
 
-/// Like [`write()`], with content in several parts, one after the other.
 pub fn write_parts(path: &Path, parts: &[&[u8]]) -> io::Result<()> {
     unfinished(path, parts)?.persist(path).map(drop).map_err(|failed| failed.error)
 }
@@ -25,7 +24,7 @@ pub fn write_durably(path: &Path, bytes: &[u8]) -> io::Result<()> {
     new.persist(path).map(drop).map_err(|failed| failed.error)
 }
 
-/// Like [`write()`], but fails if the file exists already.
+/// Like [`write_durably`], but fails if the file exists already.
 pub fn write_new(path: &Path, bytes: &[u8]) -> io::Result<()> {
     let new = unfinished(path, &[bytes])?;
     new.as_file().sync_all()?;

@@ -60,7 +60,6 @@ pub enum Obstacle {
 }
 
 impl Obstacle {
-    /// Returns true if the caller can wait, since the service removes the obstacle by itself.
     pub fn passes(&self) -> bool {
         matches!(self, Self::Unserved(_))
     }

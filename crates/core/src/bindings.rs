@@ -31,7 +31,6 @@ pub const LARGEST: usize = 6 * 1024;
 
 pub const MOST_BYTES: usize = MOST * LARGEST;
 
-/// The user id of root. Only root can name the control groups that root owns.
 const ROOT: u32 = 0;
 
 /// A control group of the host. The inode distinguishes it from a later control group with the same path.
@@ -54,7 +53,7 @@ pub enum GroupUse {
     Used,
 }
 
-/// The authority that has made a binding. A later variant has more authority.
+/// The authority that has made a binding. Of two variants, the later has more authority.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub enum BoundBy {
     /// The host agent's records name the slice, or name a GPU on which the service has chosen a free slice.
@@ -85,7 +84,6 @@ pub struct Bindings(Vec<Arc<Binding>>);
 pub enum NotBound {
     Taken {
         slice: SliceId,
-        /// The name of the binding that has the slice.
         by: String,
     },
     TooMany,
@@ -147,7 +145,6 @@ fn is_in(path: &str, above: &str) -> bool {
 }
 
 impl ControlGroup {
-    /// Returns whether `path` is the path of this control group or of a descendant.
     pub fn has(&self, path: &str) -> bool {
         is_in(path, &self.path)
     }
@@ -183,7 +180,8 @@ impl Binding {
         }
     }
 
-    /// Returns whether the binding has no owner any more, so that it ends. `now` is in seconds since the host's boot.
+    /// Returns whether the binding ends now: its control group is gone, or has no process and was bound at least
+    /// [`FIRST_PROCESS`] seconds ago. `now` is in seconds since the host's boot.
     fn has_ended(&self, group_use: GroupUse, now: u64) -> bool {
         match group_use {
             GroupUse::Gone => true,
@@ -253,8 +251,9 @@ impl Bindings {
         Ok(())
     }
 
-    /// Ends the bindings that have no owner any more and that exclude the control group at `path` from a wanted slice. Returns
-    /// the ended bindings. The next container of a pod thus gets the slice of the pod's container that has ended.
+    /// Ends the bindings of wanted slices that make way for the control group at `path`, and returns these bindings. A binding
+    /// makes way if [`Binding::gives_way`] allows it. A binding of the same pod makes way if its container has ended, so that
+    /// the pod's next container gets the slice.
     pub fn make_way(
         &mut self,
         path: &str,
@@ -280,7 +279,8 @@ impl Bindings {
         Some(self.0.remove(at))
     }
 
-    /// Ends the bindings that have no owner any more, and returns them. `now` is in seconds since the host's boot.
+    /// Ends the bindings whose control groups are gone or got no process in time, and returns these bindings. `now` is in
+    /// seconds since the host's boot.
     pub fn end(&mut self, now: u64, use_of: impl Fn(&ControlGroup) -> GroupUse) -> Vec<Arc<Binding>> {
         let has_ended = |one: &mut Arc<Binding>| {
             let group_use = use_of(&one.group);
@@ -294,7 +294,7 @@ impl Bindings {
 
     /// The binding that excludes a program from a slice. None if no binding excludes the program. `path` is the program's
     /// control group, or None if it is not known. `by` is the authority of the program's request. `holds` returns whether a
-    /// binding still has an owner.
+    /// binding still counts.
     pub fn taken_from(
         &self,
         slice: &SliceId,
@@ -324,7 +324,6 @@ impl Bindings {
         all
     }
 
-    /// A shared slice has several bindings.
     pub fn with(&self, slice: &SliceId) -> impl Iterator<Item = &Binding> {
         self.iter().filter(move |one| one.slices.contains(slice))
     }

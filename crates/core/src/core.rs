@@ -73,8 +73,8 @@ impl<P: Clone + PartialEq> Core<P> {
         let wanted: BTreeSet<&DaemonId> = demand.orders.iter().map(|order| &order.id).collect();
         for (_, one) in self.lifecycles.iter_mut().filter(|(id, _)| !wanted.contains(id)) {
             // A control daemon that already waits for the end of its clients still waits after MPS is disabled. If MPS is
-            // enabled again, a control daemon that was to end together with its clients waits for them. The reason is that no
-            // administrator wants to end their work any more.
+            // enabled again, a control daemon that was to end at once waits for its clients, since the administrator no longer
+            // wants to end their work.
             if demand.mps == MpsSwitch::On || one.goal() == Goal::Serve {
                 one.pursue(end, None);
             }
@@ -175,12 +175,10 @@ impl<P: Clone + PartialEq> Core<P> {
         order.gpus.iter().filter_map(|gpu| Some((gpu.clone(), holder(gpu)?))).collect()
     }
 
-    /// None if the control daemon has no supervisor.
     pub fn goal(&self, id: &DaemonId) -> Option<Goal> {
         self.lifecycles.get(id).map(Lifecycle::goal)
     }
 
-    /// None if the control daemon has no supervisor.
     pub fn order(&self, id: &DaemonId) -> Option<&Order<P>> {
         self.lifecycles.get(id).map(Lifecycle::order)
     }
@@ -196,8 +194,8 @@ impl<P: Clone + PartialEq> Core<P> {
         self.serving().flat_map(|(id, _)| self.held(id)).collect()
     }
 
-    /// True if a control daemon starts, or gets one more GPU, as soon as another control daemon, which is about to end now, has
-    /// ended. `view` returns the view of a control daemon that has a supervisor.
+    /// True if a control daemon is about to start or to get one more GPU. The control daemons that still have these GPUs must
+    /// be about to end now. `view` returns the view of a control daemon that has a supervisor.
     pub fn is_starting<'v>(&self, view: impl Fn(&DaemonId) -> Option<&'v DaemonView>) -> bool {
         // A control daemon of the state file that has no supervisor keeps its GPUs at least until the next plan, so it is not
         // about to end now.
@@ -208,7 +206,8 @@ impl<P: Clone + PartialEq> Core<P> {
         })
     }
 
-    /// True if each order is in force, or the reason is known why it is not. The service says that it is ready only then.
+    /// True if each order is in force, or the reason is known why the order is not in force. Until then, the service does not
+    /// report to systemd that it is ready.
     pub fn is_settled<'v>(&self, view: impl Fn(&DaemonId) -> Option<&'v DaemonView>) -> bool {
         self.serving().all(|(id, _)| view(id).is_none_or(|view| view.settled)) && !self.is_starting(&view)
     }

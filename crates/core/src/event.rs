@@ -28,7 +28,7 @@ pub enum CoreEvent<P> {
         outcome: ActOutcome,
     },
     ModeDone {
-        /// The compute mode of this GPU was set or restored.
+        /// The GPU whose compute mode the act was to set or restore.
         gpu: GpuUuid,
         outcome: ModeOutcome,
     },
@@ -64,7 +64,7 @@ pub enum MpsSwitch {
 
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Order<P> {
-    /// No two orders have the same id.
+    /// No two orders of a [`Demand`] have the same id.
     pub id: DaemonId,
     /// The GPUs that the control daemon should serve. Two orders name the same GPU only if both control daemons have the tenure
     /// [`crate::Tenure::InTurns`].

@@ -156,13 +156,11 @@ impl KernelLimits {
         }
     }
 
-    /// The next limit to set or remove. None if no attempt is due.
     pub fn next(&self, now: CoreTime) -> Option<(LimitedGroup, LimitGoal)> {
         let (place, pursued) = self.0.iter().find(|(_, pursued)| pursued.due <= now)?;
         Some((place.clone(), pursued.goal.clone()))
     }
 
-    /// The moment of the next attempt. None if there is no goal.
     pub fn due(&self) -> Option<CoreTime> {
         self.0.values().map(|pursued| pursued.due).min()
     }
@@ -215,7 +213,6 @@ impl KernelLimits {
 }
 
 impl Pursued {
-    /// None if there was no attempt yet, or if the goal is to remove the limit.
     fn shown(&self) -> Option<&LimitOutcome> {
         self.outcome.as_ref().filter(|_| matches!(self.goal, LimitGoal::Hold(_)))
     }

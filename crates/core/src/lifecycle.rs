@@ -90,15 +90,14 @@ pub(crate) struct Lifecycle<P> {
     order: Order<P>,
     goal: Goal,
     revision: u64,
-    /// None if no act has begun yet.
     told: Option<Told>,
     /// The GPUs of the control daemon in the state file. None if the state file does not name the control daemon.
     written: Option<Vec<GpuUuid>>,
     /// True if the service watches the process, and therefore notices its end.
     watched: bool,
-    /// True if a control daemon with this id has run before. A first start waits until all GPUs of the order are free: the control
-    /// daemon would get a missing GPU only by a restart, and clients on its other GPUs could prevent the restart forever. A later
-    /// start does not wait, so that the GPUs that were served before are served again at once.
+    /// True if a control daemon with this id has run before. A first start waits until all GPUs of the order are free.
+    /// Otherwise the control daemon would need a restart to get the missing GPUs, and its clients could prevent the restart
+    /// forever. A later start does not wait, so that the GPUs that were served before are served again at once.
     has_run: bool,
     /// True if the service has stopped trying to end the control daemon, since every attempt has failed.
     given_up: bool,
@@ -143,12 +142,11 @@ impl<P: Clone + PartialEq> Lifecycle<P> {
         running.chain(self.order.gpus.iter().filter(|gpu| !held.contains_key(*gpu)))
     }
 
-    /// Returns whether the order has not been carried out so far: no act has begun, and no process runs.
+    /// Returns whether the control daemon has not started: no act has begun, and no process runs.
     pub(crate) fn is_pending(&self) -> bool {
         self.told.is_none() && self.written.is_none()
     }
 
-    /// Sets the goal, and a new order if there is one. The same goal and order as before change nothing.
     pub(crate) fn pursue(&mut self, goal: Goal, order: Option<Order<P>>) {
         let order = order.filter(|order| *order != self.order);
         if self.goal == goal && order.is_none() {
@@ -161,7 +159,6 @@ impl<P: Clone + PartialEq> Lifecycle<P> {
         self.pause = Duration::ZERO;
     }
 
-    /// Returns whether the control daemon runs with this GPU, or is being started with it.
     pub(crate) fn has(&self, gpu: &str) -> bool {
         let starts = matches!(self.phase, Phase::Busy { act: DaemonAct::Start, .. });
         self.written.iter().flatten().any(|one| one == gpu)

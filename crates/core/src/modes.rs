@@ -73,9 +73,8 @@ impl Modes {
         self.under_way.is_empty()
     }
 
-    /// The compute modes of the returned GPUs should be restored now. No control daemon needs these GPUs (`is_used`), and the
-    /// configuration does not name them. If a mode were restored earlier, programs without MPS could use the GPU without
-    /// limits.
+    /// The GPUs whose compute modes should be restored now: no control daemon needs them (`is_used`), and the configuration
+    /// does not name them. If a mode were restored earlier, programs without MPS could use the GPUs without limits.
     pub(crate) fn to_put_back(&self, is_used: impl Fn(&GpuUuid) -> bool) -> Vec<GpuUuid> {
         let left = self.touched.difference(&self.under_way).filter(|gpu| !self.stuck.contains(*gpu));
         left.filter(|gpu| !self.kept.may_have(gpu) && !is_used(gpu)).cloned().collect()

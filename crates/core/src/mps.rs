@@ -54,7 +54,7 @@ pub enum Meaning {
     ClientPending { client: u32, uid: u32 },
     /// The control daemon has assigned the client with this PID to a server.
     ClientAdmitted(u32),
-    /// A server has refused a client, since the server already has the largest number of clients that it can hold.
+    /// A server has refused a client, since the server already has as many clients as its capacity.
     ClientRefused {
         server: u32,
         /// The number of clients that the server can hold.
@@ -137,7 +137,6 @@ impl Inspection {
         }
     }
 
-    /// The PIDs of the servers that have one of these statuses.
     pub fn with(&self, wanted: &[ServerStatus]) -> impl Iterator<Item = u32> {
         self.statuses.keys().copied().filter(|server| wanted.contains(&self.status(*server)))
     }

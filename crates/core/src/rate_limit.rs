@@ -19,7 +19,6 @@ pub struct RateLimit {
 }
 
 impl RateLimit {
-    /// Allows `most` messages at once, and `more` further messages in each period.
     pub const fn new(most: u32, more: u32, period: Duration) -> Self {
         Self { most, more, period, left: most, since: CoreTime::ZERO, suppressed: 0 }
     }
@@ -97,7 +96,6 @@ mod tests {
         assert_eq!(rate_limit.suppressed(), Some(2 * (360 - 39)));
         let now = start + 359 * PERIOD / 10;
         assert_eq!(rate_limit.next(now), start + 36 * PERIOD);
-        // After a quiet time, the full number of messages may be written at once again.
         let quiet = start + 1000 * PERIOD;
         assert_eq!(rate_limit.next(quiet), quiet);
         assert_eq!((0..10).filter(|_| rate_limit.take(1, quiet)).count(), 4);

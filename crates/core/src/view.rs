@@ -10,8 +10,8 @@ use core::time::Duration;
 use crate::terms::ProcessId;
 use crate::{CoreTime, GpuUuid};
 
-/// The longest time for which a control daemon may wait for something that is not ready before the wait counts as a failure.
-/// The fabric manager of a host with `NVSwitch` needs a minute or two after a boot.
+/// A control daemon that waits longer than this for something that is not ready needs an administrator. The fabric manager of a
+/// host with `NVSwitch` becomes ready only a minute or two after a boot.
 const PATIENCE: Duration = Duration::from_secs(180);
 
 /// The state of one control daemon. On D-Bus, the state is the variant's name in lower case.
@@ -51,17 +51,17 @@ pub struct DaemonView {
     /// True if a client that starts now gets the planned limits. The value can be true even in the state `waiting`: before a
     /// change, the control daemon serves on until its clients have ended.
     pub serving: bool,
-    /// True once the order is in force, or the reason is known why it can't be.
+    /// True once the order is in force, or the view has the reason why it is not.
     pub settled: bool,
-    /// True if the supervisor's next step may come only after days, since it waits for the end of clients or follows a failure.
+    /// True if days may pass before the supervisor's next step, since the step waits for the end of clients or follows a
+    /// failure.
     pub put_off: bool,
-    /// The wait because of which the control daemon does not serve. None if the control daemon serves, or if an administrator
+    /// The planned wait that keeps the control daemon from serving. None if the control daemon serves, or if an administrator
     /// has to act.
     pub waits: Option<PlannedWait>,
     /// True if the plan no longer needs the control daemon, and only its present clients do. The control daemon gets no new
     /// limits.
     pub retiring: bool,
-    /// True if the service ends the control daemon as soon as it has no client.
     pub ends_when_idle: bool,
     /// True if one server serves all users at the same time. False if the users take turns. None if the service does not know
     /// yet.
@@ -96,7 +96,6 @@ pub struct ServedGpuView {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Unserved<'v> {
     Because(&'v str),
-    /// Programs without MPS use the GPU, so that no server can open it.
     ServerKeptOut,
     /// The control daemon does not serve at all. The fields `state` and `reason` of its view say why.
     DaemonServesNone,
@@ -165,15 +164,14 @@ impl DaemonView {
         self.put_off();
     }
 
-    /// Records that the supervisor's next step waits for the end of clients.
+    /// Records that days may pass before the supervisor's next step.
     pub fn put_off(&mut self) {
         self.put_off = true;
         self.settle();
     }
 
-    /// Records that no change for the order is under way any more, so no GPU waits for its limits. The limits are in force, or
-    /// the view of the GPU has the reason why not. Only the GPUs of a control daemon that does not serve, or that retires,
-    /// still wait.
+    /// Records that the order is in force, or that the view has the reason why not. GPUs then no longer wait for their limits,
+    /// unless the control daemon retires or does not serve.
     fn settle(&mut self) {
         self.settled = true;
         for gpu in self.gpus.values_mut() {
@@ -234,7 +232,6 @@ mod tests {
         view.take_order(["A".to_owned(), "B".to_owned()], goes_on, &to_be_set);
     }
 
-    /// A new order must not be published as served before the supervisor has put it in force.
     #[test]
     fn an_order_is_served_only_once_it_is_in_force() {
         let mut view = serving();

@@ -1,5 +1,5 @@
-//! Random histories of bindings, from seeds. Control groups are made, removed and made again with the same path, with and
-//! without processes. A service that starts again knows only the state file.
+//! Random histories of bindings. Control groups are made, removed and made again with the same path, with and without
+//! processes. A service that starts again knows only the state file.
 
 // clippy.toml allows `unwrap` and the like only in functions marked as tests. The helper functions of this file are not
 // marked as tests, and call `unwrap` too.
@@ -26,10 +26,10 @@ fn slice(ordinal: u32) -> SliceId {
 
 #[derive(Debug, Clone)]
 enum Event {
-    /// A control group is made, or is removed together with all control groups below it.
     Make(&'static str),
+    /// A control group is removed together with all control groups below it.
     Remove(&'static str),
-    /// A process enters or leaves a control group.
+    /// A process enters the control group.
     Enter(&'static str),
     Leave(&'static str),
     Bind {
@@ -151,7 +151,6 @@ impl Host {
         }
     }
 
-    /// The service first ends the bindings of control groups that have ended, and then binds the control group.
     fn bind(&mut self, path: &'static str, by: BoundBy, slices: &BTreeSet<SliceId>, shares: bool) {
         let Some((inode, _)) = self.groups.get(path).copied() else { return };
         self.drop_ended();
@@ -291,7 +290,7 @@ fn a_name_is_believed_where_root_has_made_it_and_all_above_it() {
     }
 }
 
-/// The service refuses a binding for which the state file is too small, and changes nothing.
+/// The service refuses a binding that does not fit into the state file, and changes nothing.
 #[test]
 fn bindings_fit_into_the_state_file() {
     let binding = |number: u32| Binding {

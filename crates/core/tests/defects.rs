@@ -1,9 +1,9 @@
-//! Puts known and possible defects back into the core, one at a time. Some random history of `histories.rs` must find each
-//! defect. So the test shows that the random histories come to the situations in which such defects matter.
+//! Checks that the random histories of `histories.rs` find defects. The test puts known and possible defects back into the
+//! core, one at a time, and some history must fail because of each defect.
 //!
 //! One copy of the core has all defects, so it is built only once. The environment variable `DEFECT` names the active defect.
-//! Without this variable the copy works like the core. Each replaced piece of code has a correct and a defective variant, and
-//! asks `PUT_BACK`, which is true only if this defect is active:
+//! Without this variable the copy works like the core. A defect replaces a piece of the code. In the new text, `PUT_BACK`
+//! stands for a condition that is true only if this defect is active:
 //!
 //! ```text
 //! today:  "if well == 0 {"
@@ -24,12 +24,12 @@ use std::process::Command;
 use std::sync::Mutex;
 use std::thread;
 
-/// A defect that this many histories do not find fails the test.
+/// The test fails if this number of histories does not find a defect.
 const HISTORIES: &str = "10000";
 
-/// The defects that only one history in thousands finds. Each has the seed with which the test begins, which is a little
-/// smaller than the seed of a history that finds the defect. After a change of the simulated world, this history may no longer
-/// find the defect. `HISTORIES=100000 ONLY=NAME` then searches for another history that finds the defect.
+/// The defects that only one history in thousands finds, each with the seed of the first history that the test tries. A history
+/// with a slightly greater seed finds the defect. If no history finds a defect after a change of the simulated world,
+/// `HISTORIES=100000 ONLY=NAME` searches for another seed.
 const SEEDS: &[(&str, &str)] = &[
     ("a container that has ended keeps its slice from its successor", "27900"),
     ("clients of one GPU are ended for a fault that may have been on another", "238200"),
@@ -47,7 +47,7 @@ const SEEDS: &[(&str, &str)] = &[
 const HISTORIES_WITHOUT: &str = "1000";
 
 /// A defect: its name, its file, the present text, the text that replaces it, and the name of the broken promise. The promise
-/// is empty if the defect breaks several promises, of which any may be found first.
+/// is empty if the defect breaks several promises, since a history may find any of them first.
 type Defect = (&'static str, &'static str, &'static str, &'static str, &'static str);
 
 const DEFECTS: &[Defect] = &[
@@ -767,7 +767,7 @@ fn copy_folder(from: &Path, to: &Path) {
     }
 }
 
-/// This code is added to the copied core. It finds out if the defect with a given name is active.
+/// Code that is added to the copied core. It returns whether a defect is active.
 const CHOICE: &str = r#"
 extern crate std;
 
@@ -777,7 +777,8 @@ pub(crate) fn is_put_back(name: &str) -> bool {
 }
 "#;
 
-/// The `Cargo.toml` of the copied core. The copied crates form a workspace of their own, and need only each other.
+/// The `Cargo.toml` of the copied core. The copied core and the copied world form a workspace of their own, without other
+/// dependencies.
 const CORE: &str = r#"
 [workspace]
 [package]
@@ -823,7 +824,7 @@ fn copy(to: &Path) {
     fs::write(&path, fs::read_to_string(&path).unwrap() + CHOICE).unwrap();
 }
 
-/// Builds the test `histories.rs` of the copy, and returns the path of its program.
+/// Builds the test `histories.rs` of the copy, and returns the path of the test program.
 fn build(copy: &Path) -> PathBuf {
     let built = Command::new(env!("CARGO"))
         .args(["test", "--offline", "--no-run", "--message-format=json", "--test", "histories"])
@@ -836,8 +837,8 @@ fn build(copy: &Path) -> PathBuf {
     program.unwrap_or_else(|| panic!("{}", String::from_utf8_lossy(&built.stderr))).into()
 }
 
-/// Runs the histories with this defect. Returns true if all promises hold, and the output of the program. If `shortest` is not
-/// "0", the program also shortens a failing history, which takes much longer than finding it.
+/// Runs the histories with this defect. Returns true if all promises hold, and the output of the test program. Unless
+/// `shortest` is "0", the program also shortens a failing history, which takes much longer than to find the history.
 fn try_histories(program: &Path, defect: &str, shortest: &str) -> (bool, String) {
     let mut command = Command::new(program);
     command
@@ -860,20 +861,20 @@ fn histories() -> String {
     std::env::var("HISTORIES").unwrap_or_else(|_| HISTORIES.to_owned())
 }
 
-/// Returns the reason why the histories do not find a defect. `None` if they find it.
+/// Returns the reason why the test fails for a defect. `None` if the histories find the defect.
 fn missed((name, _, _, _, truth): Defect, program: &Path) -> Option<String> {
     let is_found =
         |(holds, output): &(bool, String)| !holds && output.contains("MODEL_SEED=") && output.contains(truth);
     let mut tried = try_histories(program, name, "0");
     if !tried.0 && !is_found(&tried) {
-        // In a long history the defect may first break another promise than its own, so the program shortens the history.
+        // A long history may break another promise before it breaks the promise of the defect, so the program shortens the
+        // history.
         tried = try_histories(program, name, "1");
     }
     let output = &tried.1;
     (!is_found(&tried)).then(|| format!("{name}: {}", output.lines().take(12).collect::<Vec<_>>().join("\n")))
 }
 
-/// Returns all defects, or only the defects with the text of `ONLY` in their names.
 fn chosen() -> impl Iterator<Item = Defect> {
     let only = std::env::var("ONLY").unwrap_or_default();
     DEFECTS.iter().copied().filter(move |defect| defect.0.contains(&only))

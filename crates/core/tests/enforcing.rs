@@ -12,7 +12,6 @@ use core_world::story::SERVER;
 use mps_core::mps::ServerStatus;
 use mps_core::tenants::{Victim, VictimState};
 
-/// Lets this time pass, and makes the service list the clients again.
 fn later(story: &mut Overuse, seconds: u64) {
     story.pass(Duration::from_secs(seconds));
     story.list_members();

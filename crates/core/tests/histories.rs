@@ -1,8 +1,8 @@
-//! Random histories of a host, from seeds. The promises in `truths.rs` of the world hold in each history.
+//! Random histories of a simulated host, from seeds. Each promise in `tests/world/src/truths.rs` must hold in each history.
 //!
-//! The environment variable `HISTORIES` is the number of histories, and `MODEL_SEED` the first seed. `MODEL_SECONDS` is a
-//! duration that replaces the number. A failure prints its seed, and the shortest history that still fails as a story. With
-//! `SHORTEST=0` the test does not shorten the history.
+//! The environment variable `HISTORIES` is the number of histories, and `MODEL_SEED` the first seed. With `MODEL_SECONDS`
+//! instead of `HISTORIES`, the test tries histories for this many seconds. A failure prints its seed, and the shortest history
+//! that still fails as a story. With `SHORTEST=0` the test does not shorten the history.
 
 // clippy.toml allows `unwrap` and the like only in functions marked as tests. The helper functions of this file are not
 // marked as tests, and call `unwrap` too.

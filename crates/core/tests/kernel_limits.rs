@@ -1,7 +1,6 @@
 //! The memory limits that follow from bindings.
 
-// clippy.toml allows `unwrap` and the like only in functions marked as tests. The helper functions of this file are not
-// marked as tests, and call `unwrap` too.
+// clippy.toml allows calls such as `unwrap` only in functions with `#[test]`. Other functions of this file make such calls too.
 #![allow(clippy::unwrap_used)]
 
 use std::collections::BTreeMap;
@@ -62,7 +61,7 @@ fn a_control_group_may_have_the_memory_of_its_slices_and_of_the_slices_inside_it
     for (of_groups, wanted) in [
         (&[("/a", &[("A", 1)][..])][..], &[("/a A", 11)][..]),
         (&[("/a", &[("A", 1), ("A", 2), ("B", 0), ("C", 0)])], &[("/a A", 23), ("/a B", 1000)]),
-        // The slices of control groups below a control group count for it, too, and no slice counts twice. `/ab` is not below
+        // The limit of `/a` includes the slices of the control groups below `/a`, and no slice counts twice. `/ab` is not below
         // `/a`, although the path begins with the same letters.
         (
             &[
@@ -74,7 +73,7 @@ fn a_control_group_may_have_the_memory_of_its_slices_and_of_the_slices_inside_it
             ],
             &[("/a A", 21), ("/a/b A", 11), ("/a/b/c A", 11), ("/a-b A", 15), ("/ab A", 16)],
         ),
-        // If only control groups below a control group have slices on a GPU, the control group itself has no limit there.
+        // `/a` has no limit on GPU B, since only `/a/b` has a slice of GPU B.
         (&[("/a", &[("A", 0)]), ("/a/b", &[("B", 0)])], &[("/a A", 10), ("/a/b B", 1000)]),
         (&[("/a", &[("C", 0)])], &[]),
     ] {

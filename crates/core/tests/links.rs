@@ -1,7 +1,6 @@
 //! Stories of the links through which clients find a control daemon, with directories in memory.
 
-// clippy.toml allows `unwrap` and the like only in functions marked as tests. The helper functions of this file are not
-// marked as tests, and call `unwrap` too.
+// clippy.toml allows calls such as `unwrap` only in functions with `#[test]`. Other functions of this file make such calls too.
 #![allow(clippy::unwrap_used)]
 
 use std::collections::{BTreeMap, BTreeSet};
@@ -10,7 +9,8 @@ use mps_core::links::{Bad, ClosedSlices, Directories, Linked, Links, SocketId, W
 
 type Path = &'static str;
 
-/// The socket of the control daemon, the socket of another control daemon, and the waiting socket, where programs wait.
+/// The socket of the control daemon, the socket of another control daemon, and the socket at which programs wait for a control
+/// daemon.
 const OURS: SocketId = (1, 7);
 const ANOTHERS: SocketId = (1, 8);
 const WAITING: SocketId = (1, 9);
@@ -142,7 +142,7 @@ impl Directories<Path> for Disk {
 
     fn release(&mut self, pipe: &Path, slices_in: Option<&Path>, names: &BTreeSet<String>) {
         self.kept.remove(*pipe);
-        // Without their parent directory the slices' names refer to no directories.
+        // `names` are names of directories in `slices_in`. Without `slices_in` there are no such directories.
         if slices_in.is_some() {
             self.kept.retain(|name| !names.contains(name));
         }
@@ -436,7 +436,6 @@ fn a_socket_that_is_not_there_leads_nobody() {
     assert_eq!(links.apply(&mut disk, &nobody()), Err("its directory is gone".to_owned()));
     assert_eq!(disk.leading_to_ours(), ["s-0", "s-1"]);
     assert_eq!(links.missing(), &missing(None, &[]));
-    // The service can still remove the links of drained slices.
     assert!(links.apply(&mut disk, &drained(["s-0", "s-1"])).is_err());
     assert_eq!(disk.leading_to_ours(), [""; 0]);
     // A control daemon that has not made its socket yet is no error.
@@ -491,7 +490,6 @@ fn an_order_with_another_pipe_directory_changes_nothing_until_the_next_one_runs(
     links.pursue(other.clone());
     links.apply(&mut disk, &nobody()).unwrap();
     assert_eq!((links.slices_in(), disk.leading_to_ours()), (Some("slices"), vec!["pipe", "s-0", "s-1"]));
-    // When the control daemon ends, the service stops protecting the directories of the former order.
     links.end(&mut disk);
     assert!(disk.kept.is_empty());
     links.lead(Linked { pipe: "elsewhere", slices_in: Some("other slices"), ..linked() }, &other);
@@ -564,7 +562,6 @@ fn a_service_that_ends_gives_the_directories_back() {
     assert!(disk.kept.is_empty());
     links.apply(&mut disk, &nobody()).unwrap();
     assert_eq!(disk.kept.len(), 3, "only for a moment");
-    // The service stops protecting the directories of the new order and the directories of the running control daemon.
     disk.kept.insert("elsewhere".to_owned());
     links.pursue(WantedLinks { pipe: "elsewhere", ..wanted() });
     links.release_for_good(&mut disk);

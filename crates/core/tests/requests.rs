@@ -1,8 +1,7 @@
 //! Requests to end GPU work: which clients a request means if several containers match, or if the slices of a client are not
-//! known. The random histories test combinations with failures.
+//! known. `histories.rs` tests combinations with failures.
 
-// clippy.toml allows `unwrap` and the like only in functions marked as tests. The helper functions of this file are not
-// marked as tests, and call `unwrap` too.
+// clippy.toml allows calls such as `unwrap` only in functions with `#[test]`. Other functions of this file make such calls too.
 #![allow(clippy::unwrap_used)]
 
 use std::time::Duration;
@@ -28,7 +27,6 @@ fn ask(story: &Story, target: Target) -> Answer {
     (had_work.iter().map(ToString::to_string).collect(), answer)
 }
 
-/// Returns a story with a server for these GPUs, and with these clients of the server.
 fn host_of(gpus: &[&str], processes: &[(u32, Process)]) -> Story {
     let story = Story::with_gpus(gpus);
     let mut host = story.host();
@@ -115,7 +113,7 @@ fn a_client_without_a_known_slice_is_told_after_the_work_of_the_others() {
         there.host().now >= Duration::from_secs(1),
         "one that is just ending has no environment any more"
     );
-    // No client has this slice of the other GPU. The request ends no work, and succeeds.
+    // No client has this slice of the other GPU.
     assert_eq!(ask(&host(&processes), Target::Slices(vec![slice_of("0b:00.0", 2)])), (Vec::new(), Ok(())));
 }
 

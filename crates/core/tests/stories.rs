@@ -1,8 +1,7 @@
 //! A few histories of the core as readable stories: the events that the core gets, the acts that the core answers, and the
 //! questions that other parts of the service ask the core meanwhile.
 
-// clippy.toml allows `unwrap` and the like only in functions marked as tests. The helper functions of this file are not
-// marked as tests, and call `unwrap` too.
+// clippy.toml allows calls such as `unwrap` only in functions with `#[test]`. Other functions of this file make such calls too.
 #![allow(clippy::unwrap_used, clippy::panic, clippy::unnecessary_wraps)]
 
 use std::collections::{BTreeMap, BTreeSet};
@@ -72,7 +71,6 @@ fn a_gpu_is_waited_for_until_its_last_client_has_ended() {
     let both = [order("shared", &["A", "B"])];
     assert_eq!(told(&core.on(demand(&both), NOW)), ["A: interrupt"]);
     assert_eq!(told(&core.on(done("A", runs(&["A"]), ActOutcome::Interrupted), NOW)), ["A: Serve, retiring"]);
-    // While control daemon A still serves its last clients, the core answers questions of other parts of the service.
     assert_eq!(core.pending().map(|order| order.id.to_string()).collect::<Vec<_>>(), ["shared"]);
     assert_eq!(core.held(&DaemonId::Shared), BTreeMap::from([("A".to_owned(), "A".into())]));
     assert_eq!(core.kept(), core.held(&DaemonId::Shared));
@@ -85,7 +83,6 @@ fn a_gpu_is_waited_for_until_its_last_client_has_ended() {
     assert!(core.is_starting(|_| Some(&ends)));
     assert!(!core.is_starting(|id| Some(if *id == "A".into() { &waits } else { &ends })));
     assert!(!core.is_at_rest());
-    // The last client of control daemon A has ended.
     assert_eq!(told(&core.on(done("A", None, ActOutcome::Ended), NOW)), ["A: release", "shared: Start"]);
     assert_eq!(core.pending().count(), 0);
     assert!(core.kept().is_empty() && !core.is_starting(|_| Some(&ends)));
@@ -248,7 +245,7 @@ fn a_mode_that_nobody_has_set_is_not_put_back() {
     core.on(demand(&[]), NOW);
     core.on(done("A", runs(&["A"]), ActOutcome::Interrupted), NOW);
     assert_eq!(told(&core.on(done("A", None, ActOutcome::Ended), NOW)), ["A: release"]);
-    // An earlier run of the service did not end this control daemon. The control daemon has ended by itself since then.
+    // The state file names a control daemon of an earlier run of the service. The takeover finds that it has ended by itself.
     let left = runs(&["A"]).map(|one| ("A".into(), one));
     let mut core = Core::new(left.into_iter().collect(), BTreeSet::new());
     assert_eq!(

@@ -7,7 +7,6 @@ use std::sync::{Arc, Mutex, PoisonError};
 use crate::offers::Offers;
 
 pub(crate) const REGISTRATIONS: &str = "registrations";
-/// Counts the containers that have got their devices.
 pub(crate) const ALLOCATIONS: &str = "allocations";
 pub(crate) const REFUSALS: &str = "refused_allocations";
 

@@ -43,7 +43,6 @@ pub(crate) fn is_alive(path: &Path) -> bool {
 }
 
 impl SocketFile {
-    /// None if there is no socket at this path.
     pub(crate) fn at(path: &Path) -> Option<Self> {
         let found = path.symlink_metadata().ok().filter(|found| found.file_type().is_socket())?;
         let changed = (found.ctime(), found.ctime_nsec());

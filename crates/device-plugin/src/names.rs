@@ -106,7 +106,6 @@ pub(crate) struct Naming {
 }
 
 impl Naming {
-    /// The full name, with the domain, of the resource for slices of this size.
     pub(crate) fn name(&self, share: Share) -> String {
         let name = self.given(share).map_or_else(|| by_rule(share), |given| given.name.clone());
         format!("{}/{name}", self.domain)

@@ -110,7 +110,6 @@ mod tests {
         NodeSlice { healthy: false, reason: "drained".to_owned(), ..slice }
     }
 
-    /// The reason why the only device in `offers` is unhealthy. None if the device is healthy.
     fn only(offers: &Offers) -> Option<String> {
         let [offered] = &offers["yunion.io/mps-20gib"][..] else { panic!("{offers:?}") };
         offered.unusable.clone()

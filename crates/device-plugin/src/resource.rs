@@ -149,7 +149,6 @@ impl Resource {
         self.offered.receiver_count() > 2
     }
 
-    /// Sends the devices to the kubelet if they have changed. Returns true if they have changed.
     pub(crate) fn offer(&self, offered: Vec<Offered>) -> bool {
         self.offered.send_if_modified(|known| {
             let changed = *known != offered;
@@ -167,7 +166,6 @@ impl Drop for Resource {
     }
 }
 
-/// Answers a call of the kubelet about the resource `name`, which has the devices `offered`.
 async fn answer(
     name: &str,
     manner: &Manner,

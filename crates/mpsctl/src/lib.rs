@@ -29,7 +29,6 @@ mod slurm;
 mod toolkit;
 mod watch;
 
-/// The exit status of a command that has failed.
 const FAILED: u8 = 1;
 /// The exit status for a wrong command line.
 const USAGE: u8 = 2;
@@ -401,7 +400,7 @@ type Result<T, E = Error> = std::result::Result<T, E>;
 enum Error {
     #[error(transparent)]
     Bus(#[from] BusError),
-    /// The field is systemd's reason why the service does not run.
+    /// The text is the reason that systemd reports.
     #[error("yunion-mps-daemon is not running: {0}")]
     NotRunning(String),
     #[error("can't write the output: {0}")]
@@ -543,8 +542,7 @@ fn run_command(command: Command, out: &mut dyn Write) -> Result<u8> {
 }
 
 async fn execute(command: Command, out: &mut dyn Write) -> Result<u8> {
-    // The subcommands `check`, `setup` and `doctor` also work without the service. So the other subcommands connect to the bus
-    // only when they call `daemon`.
+    // Each subcommand connects to the bus by itself, since `check`, `setup` and `doctor` also work without the service.
     let daemon = DaemonProxy::connect;
     let mut status = 0;
     match command {

@@ -114,7 +114,7 @@ struct FirstProcess {
 type Arguments<'a> = Peekable<slice::Iter<'a, OsString>>;
 
 impl<'a> SignalCommand<'a> {
-    /// None if the command line sends no signal, or a signal that is not meant to end programs.
+    /// None if the command line sends no signal that is meant to end programs.
     fn by(arguments: &'a [OsString]) -> Option<Self> {
         let mut arguments = arguments.iter().peekable();
         let options = options_for_state(&mut arguments);

@@ -13,7 +13,6 @@ pub(super) fn size() -> (u16, u16) {
     (columns.unwrap_or(80), rows().unwrap_or(24))
 }
 
-/// None if there is no terminal, or if the terminal does not report its size.
 pub(super) fn rows() -> Option<u16> {
     let size = rustix::termios::tcgetwinsize(rustix::stdio::stdout()).ok();
     size.map(|size| size.ws_row).filter(|rows| *rows > 0)

@@ -17,7 +17,6 @@ const FILES: [&str; 5] = [
 /// toolkit mounts it into every container with a GPU.
 pub(super) const WHERE_CUDA_LOOKS: &str = "/tmp/nvidia-mps";
 
-/// A file of the toolkit. None if the toolkit is not installed.
 pub(super) fn installed(sysroot: &Path) -> Option<&'static str> {
     FILES.into_iter().find(|file| below(sysroot, Path::new(file)).exists())
 }

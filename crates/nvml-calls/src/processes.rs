@@ -146,7 +146,6 @@ mod tests {
                 assert_eq!(explained(&written(&[nonsense], record), 1, record), None, "{nonsense:?}");
             }
         }
-        // Records of 40 bytes are refused, and so are more records than the buffer can contain.
         for record in [RECORD, LONG_RECORD] {
             assert_eq!(explained(&written(&processes(3), 40), 4, record), None);
             assert_eq!(explained(&written(&[], RECORD), usize::MAX, record), None);

@@ -23,7 +23,7 @@ use common::state_file::Running;
 const PATIENCE: Duration = Duration::from_secs(3);
 
 impl Fleet {
-    /// Includes the control daemons that are about to end.
+    /// The statuses of all control daemons, even of control daemons that are about to end.
     pub(crate) fn statuses(&self) -> Vec<Status> {
         self.ask_all(SupervisorHandle::status)
     }

@@ -156,7 +156,6 @@ impl Fleet {
         self.conductor.on(CoreEvent::Stop { left });
     }
 
-    /// The control daemons and their clients go on, and the next service takes them over.
     pub(super) fn leave(&mut self) {
         self.holders = JoinSet::new();
         self.conductor.on(CoreEvent::Leave);
@@ -182,7 +181,7 @@ impl Fleet {
     pub(super) fn apply(&mut self, force: bool, reply: Reply<()>) {
         let asked = self.ask_all(|supervisor| {
             let view = supervisor.status().view;
-            // A supervisor without a running control daemon has no clients that a change would have to wait for.
+            // A supervisor without a running control daemon has no clients, so no change waits for clients.
             view.pid.map(|_| (view.id, supervisor.apply(force)))
         });
         let changed = Arc::clone(&self.tools.changed);

@@ -122,7 +122,6 @@ mod tests {
         assert_eq!(parsed(answer, &[939, 944]), Some((clients, servers)));
         let gone = ClientPids::from([(1, BTreeSet::new())]);
         assert_eq!(parsed("100.0\nServer 1 not found\n100.0", &[1]), Some((gone, BTreeSet::new())));
-        // An incomplete answer, or an answer of another program, is refused.
         for other in ["", "939", "100.0\n1153", "100.0\ngarbage\n100.0\n939", "1153\n100.0\n939"] {
             assert_eq!(parsed(other, &[939]), None, "{other:?}");
         }

@@ -15,7 +15,7 @@ use super::error::{ControlError, name, unexpected};
 use common::host::driver::{PROTOCOL, finds_no_control_daemon};
 
 /// The number of attempts for a command that the control daemon does not accept, and the pause between them. If two front ends
-/// ask at once, the control daemon sometimes fails one of them.
+/// ask at once, the control daemon sometimes rejects the command of one front end.
 const SENDS: u32 = 20;
 const SEND_PAUSE: Duration = Duration::from_millis(25);
 

@@ -13,8 +13,8 @@ use super::answers::parse_status;
 
 const SHOWN_CHARACTERS: usize = 40;
 
-/// The servers that are asked for their limits. Each pair has the PID of a server in `at`, or None for servers that are started
-/// later, and the wanted memory limits, in MiB by the ordinals of the GPUs. A server reports only limits that it enforces.
+/// The servers with limits to read: the PIDs in `at`, and None for servers that are started later. Each server comes with its
+/// wanted memory limits, in MiB by the ordinals of the GPUs. A running server reports only limits that it enforces.
 fn asked(at: &[u32], limits: Option<&Limits>) -> Vec<(Option<u32>, BTreeMap<usize, u64>)> {
     let Some(limits) = limits else { return vec![(None, BTreeMap::new())] };
     let mut enforced = limits.memory_mib.clone();
@@ -175,7 +175,6 @@ mod tests {
             look("Unknown command \"get_server_status\"\n100.0\n939", &[939]),
             Some((vec![939], unknown))
         );
-        // An incomplete answer, or an answer of another program, is refused.
         for other in ["", "939", "ACTIVE", "ACTIVE\ngarbage", "ACTIVE\n100.0\ngarbage"] {
             assert_eq!(look(other, &[939]), None, "{other:?}");
         }

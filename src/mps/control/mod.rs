@@ -58,7 +58,7 @@ impl FrontEnds {
         Self { program, queues: Arc::default(), places: Arc::new(Semaphore::new(FRONT_ENDS)) }
     }
 
-    /// Returns the [`Control`] for a pipe directory. Another program may have started the control daemon there.
+    /// Returns the [`Control`] for a pipe directory. The control daemon in this directory need not be one of the service.
     pub(crate) fn control_in(&self, pipe_directory: &Path) -> Control {
         let (program, pipe_directory) = (self.program.clone(), pipe_directory.to_owned());
         let queue = self.queue(&pipe_directory);
@@ -85,7 +85,6 @@ pub(crate) struct Control {
 }
 
 impl Control {
-    /// Sends one command and returns its answer without the last newline.
     async fn ask(&self, command: &str) -> Result<String, ControlError> {
         self.ask_within(command, ANSWER_TIMEOUT).await
     }
@@ -122,7 +121,7 @@ impl Control {
 
     /// Asks a control daemon in one conversation for all servers, for the statuses of the servers in `at`, and for limits. The
     /// result has only the limits that differ from `limits`, for these servers and for servers that are started later. A server
-    /// that has ended has no limits. Memory limits are compared in whole GiB.
+    /// that has ended is not compared. Memory limits are compared in whole GiB.
     pub(crate) async fn inspect(
         &self,
         at: &[u32],
@@ -174,7 +173,7 @@ impl Control {
         let mut rows = answers::parse_clients(&answer)
             .ok_or_else(|| unexpected(COMMAND, &answer, "a table of clients"))?;
         rows.retain(|row| known.get(&row.server).is_some_and(|pids| pids.contains(&row.pid)));
-        // `ps` may lack a client that has connected or ended just now. Such a client is added without its connection.
+        // `ps` may lack a client that has connected or ended just now. The missing client is added without its connection.
         for (server, pids) in known {
             for pid in pids {
                 if !rows.iter().any(|row| (row.server, row.pid) == (*server, *pid)) {
@@ -271,7 +270,7 @@ impl Control {
         self.ask(command).await.map(|_| ())
     }
 
-    /// Asks the control daemon to end with its clients, which it gives `timeout` to end by themselves. If the control daemon
+    /// Asks the control daemon to end with its clients. The clients have `timeout` to end by themselves. If the control daemon
     /// hangs for longer than `timeout`, the error is [`ControlError::Silent`].
     pub(crate) async fn quit(&self, timeout: Duration) -> Result<(), ControlError> {
         let command = format!("quit -t {}", timeout.as_secs().max(1));

@@ -146,7 +146,6 @@ impl Follower {
         Ok(count > 0)
     }
 
-    /// Returns None if the file has no further complete line.
     fn try_next(&mut self) -> io::Result<Option<Line>> {
         loop {
             if let Some(line) = self.lines.next() {
@@ -285,7 +284,6 @@ mod tests {
             let line = format!("line of round {round}");
             writer.write_all(format!("{line}\n").as_bytes()).unwrap();
             follower.rotate(10);
-            // The follower reads the line before it truncates the file.
             assert_eq!(follower.next().await.unwrap().text, line);
             let kept = loop {
                 assert_eq!(follower.next_there().await.unwrap(), None);
@@ -334,7 +332,6 @@ mod tests {
         }
     }
 
-    /// Many lines are read and copied in steps, so that other tasks have a turn. No line is lost.
     #[tokio::test]
     async fn a_burst_is_read_and_kept_in_steps() {
         const LINES: usize = 100_000;

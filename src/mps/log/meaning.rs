@@ -12,9 +12,7 @@ pub(crate) struct Line {
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Writer {
-    /// The control daemon, by its PID.
     Control(u32),
-    /// A server, by its PID.
     Server(u32),
 }
 
@@ -26,8 +24,8 @@ impl Line {
         Self { writer, text: text.to_owned(), meaning }
     }
 
-    /// True if the line may explain why a control daemon or a server has ended. Of the lines of a control daemon, only lines
-    /// about failures do.
+    /// True if the line may explain why a control daemon or a server has ended. Of a control daemon's own lines, only a line
+    /// about a failure may explain the end.
     pub(crate) fn may_explain_an_end(&self) -> bool {
         match (&self.meaning, self.writer) {
             (Meaning::Trouble, _) => true,
@@ -88,8 +86,8 @@ fn server_starting(text: &str) -> Option<Meaning> {
 }
 
 fn said_by_control(text: &str) -> Option<Meaning> {
-    // The control daemon writes these two lines after a process has connected without sending anything. The service does that
-    // to find out which process listens.
+    // The control daemon writes these two lines after a process has connected without sending anything. The service connects in
+    // this way to find out which process listens.
     if ["User did not send valid credentials", "Unable to accept connection"].contains(&text.trim_end()) {
         return Some(Meaning::Noise);
     }
@@ -257,8 +255,8 @@ mod tests {
                 "[2026-11-21 02:24:21.335 Server   939] Server was unable to shutdown due to 2 active clients",
                 Meaning::Noise,
             ),
-            // A tenant chooses the name of a program, and any user the text of a command. Words such as `fail` there do not
-            // make the line a failure.
+            // A tenant chooses the name of a program, and any user may send any command. So a word such as `fail` in these
+            // texts does not make the line a failure.
             ("[2026-11-21 02:14:03.189 Control   879] Cmd:fail", Meaning::Ordinary),
             (
                 "[2026-11-21 02:14:03.190 Control   879] 1153  33  939  GPU-168acfc9  4026531836  ./fatal",

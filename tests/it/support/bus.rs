@@ -22,7 +22,7 @@ const MEMBERS: u32 = 65_534;
 /// Options of setpriv for a user who is a member of the group yunion-mps.
 pub(crate) const AS_MEMBER: [&str; 3] = ["--reuid=65534", "--regid=65534", "--clear-groups"];
 
-/// Options of setpriv for a user. The bus policy refuses the calls of this user.
+/// Options of setpriv for a user whose calls the bus policy refuses.
 pub(crate) const AS_STRANGER: [&str; 3] = ["--reuid=1", "--regid=1", "--clear-groups"];
 
 pub(crate) fn ctl(bus: &PrivateBus, arguments: &[&str]) -> Command {
@@ -53,7 +53,6 @@ impl PrivateBus {
         // The directory is in /tmp even if `TMPDIR` names another. Other users must be able to reach the socket, and a long
         // path would not fit into the address of a socket.
         let directory = tempfile::Builder::new().prefix("bus").tempdir_in("/tmp").unwrap();
-        // Other users must be able to reach the socket of the bus.
         fs::set_permissions(directory.path(), fs::Permissions::from_mode(0o755)).unwrap();
         let shipped = concat!(env!("CARGO_MANIFEST_DIR"), "/config/io.yunion.Mps1.conf");
         // On this bus, the user who runs the tests has the rights that the policy gives to root.
@@ -93,7 +92,7 @@ impl PrivateBus {
         command
     }
 
-    /// Makes a command that runs as a user. The policy refuses the calls of this user. Only root can start the command.
+    /// Makes a command that runs as a user whose calls the policy refuses. Only root can start the command.
     pub(crate) fn command_as_stranger(&self, program: &str) -> Command {
         let mut command = self.command("setpriv");
         command.args(AS_STRANGER).arg(program);
@@ -128,7 +127,6 @@ pub(crate) async fn output(command: &mut Command) -> Output {
     }
 }
 
-/// Runs a command, which must succeed, and returns its stdout.
 pub(crate) async fn printed(command: &mut Command) -> String {
     let output = output(command).await;
     let text = |bytes: &[u8]| String::from_utf8_lossy(bytes).into_owned();
@@ -136,7 +134,6 @@ pub(crate) async fn printed(command: &mut Command) -> String {
     text(&output.stdout)
 }
 
-/// Runs a command, which must fail, and returns its stderr.
 pub(crate) async fn complained(command: &mut Command) -> String {
     let output = output(command).await;
     assert!(!output.status.success(), "{command:?} succeeded: {}", String::from_utf8_lossy(&output.stdout));

@@ -7,7 +7,6 @@ use super::client::Client;
 use super::host::{Host, alive};
 use super::wait::{DEADLINE, PAUSE, wait_for};
 
-/// A client that must compute to its end.
 pub(crate) struct Bystander {
     child: Client,
     /// A client of another control daemon on the same GPU, if the topology has one.

@@ -51,7 +51,8 @@ const DEBUGGER: &str = "import ctypes, sys, time\n\
     print('held', flush=True)\n\
     time.sleep(600)\n";
 
-/// Returns the text by which the service's messages name clients. Each client has a PID, a user, and the words that follow.
+/// Returns the text by which the service's messages name clients. Each tuple has the PID, the user, and the words after the
+/// user.
 pub(crate) fn describe(clients: &[(u32, &str, &str)]) -> String {
     let mut clients = clients.to_vec();
     clients.sort_unstable();
@@ -74,7 +75,6 @@ impl Host {
         command
     }
 
-    /// Makes a command that runs `cuda-client` with the environment of a container that has a slice.
     pub(crate) fn program_of(&self, device: &str, arguments: &[&str]) -> Command {
         let mut command = self.program(arguments);
         command.envs(self.environment_of(device));
@@ -157,7 +157,6 @@ impl Host {
         client
     }
 
-    /// Starts a debugger, and waits until it has stopped the process.
     pub(crate) fn debugger(&self, pid: u32) -> Client {
         let mut python = self.command("/usr/bin/python3");
         let debugger = Client::start(python.args(["-c", DEBUGGER, &pid.to_string()]));

@@ -9,7 +9,7 @@ use super::host::Host;
 
 pub(crate) const NO_CONTAINER_GROUP: &str = "no control group can be made here";
 
-/// The first part of the name of a test's control group, in which the control groups of a kubelet are made.
+/// The first part of the name of a test's control group. The control groups of the simulated kubelet are inside this group.
 pub(crate) const OF_TEST: &str = "yunion-test-";
 
 /// The control group of a container, as a container runtime makes it.
@@ -42,8 +42,8 @@ impl ContainerGroup {
         let mounts = fs::read_to_string("/proc/self/mountinfo").unwrap();
         let mounts = mounts.lines().filter(|line| line.contains(" - cgroup"));
         let mut mounts: Vec<&str> = mounts.map(|line| line.split(' ').nth(4).unwrap()).collect();
-        // Any hierarchy is good enough for the control group. systemd's hierarchies come first, since some others accept no
-        // process before they are configured.
+        // Any hierarchy is good enough for the control group. systemd's hierarchies come first, since some other hierarchies
+        // accept no process before they are configured.
         mounts.sort_by_key(|mount| !mount.ends_with("systemd") && !mount.ends_with("unified"));
         mounts.into_iter().find_map(|mount| {
             let directory = Path::new(mount).join(name(&id));

@@ -93,7 +93,7 @@ pub(crate) fn directory(below: &str) -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden").join(below)
 }
 
-/// Returns the directories that [`RECORDED`] does not name. No other test would find them.
+/// Returns the directories that [`RECORDED`] does not name. No comparison reads the files in these directories.
 pub(crate) fn unknown_directories() -> Vec<PathBuf> {
     let is_known = |path: &Path| RECORDED.iter().any(|(below, _)| directory(below).starts_with(path));
     let (mut left, mut unknown) = (vec![directory("")], Vec::new());

@@ -19,7 +19,6 @@ use super::wait::{DEADLINE, PAUSE, wait_for};
 /// The variable with the directory of the programs for aarch64, which an emulator runs. [`crate::arm64`] sets it.
 pub(crate) const EMULATED: &str = "MPS_TEST_EMULATED";
 
-/// True if an emulator runs the programs under test.
 pub(crate) fn emulated() -> bool {
     std::env::var_os(EMULATED).is_some()
 }
@@ -144,7 +143,6 @@ impl Host {
         }
     }
 
-    /// Starts the stopped bus again at the same address.
     pub(crate) fn restart_bus(&mut self) {
         let address = self.bus.address();
         let socket = Path::new(address.strip_prefix("unix:path=").unwrap());
@@ -158,7 +156,7 @@ impl Host {
         self.second_bus = Some(bus);
     }
 
-    /// Installs those files of the package that the programs look for.
+    /// Installs the files of the package that the programs under test read.
     pub(crate) fn install(&self) {
         let source = Path::new(env!("CARGO_MANIFEST_DIR"));
         for (from, to) in [
@@ -238,7 +236,6 @@ impl Host {
         command
     }
 
-    /// Makes a command that runs as a member of the group yunion-mps. Only root can start it.
     pub(crate) fn command_as_member(&self, program: impl AsRef<std::ffi::OsStr>) -> Command {
         let mut command = self.command("setpriv");
         command.args(AS_MEMBER).arg(program);
@@ -292,7 +289,6 @@ impl Host {
         let _ = chattr.args(["-R", "-f", "-i"]).arg(self.path(below)).stderr(Stdio::null()).status();
     }
 
-    /// Starts the service without the capability to set the immutable flag.
     pub(crate) fn start_without_the_flag(&mut self) {
         let daemon = self.daemon_command();
         let mut command = self.command("setpriv");
@@ -325,7 +321,6 @@ impl Host {
         signal_pid(self.pid(), signal);
     }
 
-    /// Waits until the service has ended, and returns its exit status.
     pub(crate) fn ended(&mut self) -> ExitStatus {
         let mut daemon = self.daemon.take().unwrap();
         let deadline = Instant::now() + DEADLINE;
@@ -342,7 +337,6 @@ impl Host {
         }
     }
 
-    /// Stops the service by SIGTERM, as systemd does, and waits for its end.
     pub(crate) fn stop(&mut self) -> ExitStatus {
         self.signal(Signal::TERM);
         self.ended()
@@ -352,7 +346,6 @@ impl Host {
         self.command(binaries().join("yunion-mpsctl")).args(arguments).output().unwrap()
     }
 
-    /// Returns the JSON that yunion-mpsctl prints, or None if it fails.
     pub(crate) fn json(&self, arguments: &[&str]) -> Option<Value> {
         let output =
             self.command(binaries().join("yunion-mpsctl")).args(arguments).arg("--json").output().unwrap();
@@ -430,8 +423,8 @@ impl Host {
         untyped(&answer["data"][0])
     }
 
-    /// Waits until NVML lists the memory of the only client, a moment after the control daemon has admitted it. Before Volta,
-    /// NVML never lists it, and the client alone is enough.
+    /// Waits until NVML lists the memory of the only client, a moment after the control daemon has admitted it. On GPUs from
+    /// before Volta, NVML lists no memory, so the client alone is enough.
     pub(crate) fn wait_for_only_client(&self) -> Value {
         let unknown = self.list().iter().all(|slice| slice["limits_enforced"] == false);
         wait_for("one client, with its memory", || {
@@ -539,7 +532,6 @@ pub(crate) fn text(output: &Output) -> String {
     String::from_utf8_lossy(&output.stdout).into_owned() + &String::from_utf8_lossy(&output.stderr)
 }
 
-/// Returns the stdout of a command that must have succeeded.
 #[track_caller]
 pub(crate) fn succeeded(output: &Output) -> String {
     assert!(output.status.success(), "{}", text(output));
@@ -585,7 +577,6 @@ pub(crate) fn stat_fields(pid: u32) -> Option<Vec<String>> {
     Some(fields.split_whitespace().map(str::to_owned).collect())
 }
 
-/// Returns the letter of a process's state, such as `S`, or None without a process with this PID.
 pub(crate) fn process_state(pid: u32) -> Option<char> {
     stat_fields(pid)?[0].chars().next()
 }
@@ -595,7 +586,6 @@ pub(crate) fn start_time(pid: u32) -> String {
     stat_fields(pid).unwrap()[19].clone()
 }
 
-/// True if the process exists and is no zombie.
 pub(crate) fn alive(pid: u32) -> bool {
     process_state(pid).is_some_and(|state| !matches!(state, 'Z' | 'X'))
 }

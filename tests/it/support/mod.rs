@@ -1,4 +1,4 @@
-//! Helper functions that several modules of tests use: simulated hosts, buses, clients, containers and Snapshots.
+//! Functions that several modules of tests use: simulated hosts, buses, clients, containers and Snapshots.
 
 pub(crate) mod bus;
 pub(crate) mod bystander;

@@ -19,7 +19,6 @@ impl Mount {
         Self(path)
     }
 
-    /// Writes until the file system has no free space.
     pub(crate) fn fill(&self) {
         let mut file = File::create(self.0.join("fill")).unwrap();
         while file.write_all(&[0; 4096]).is_ok() {}

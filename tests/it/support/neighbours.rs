@@ -54,7 +54,6 @@ impl Neighbours {
         pid
     }
 
-    /// Starts a client of slice 1, and waits until it is in a long kernel.
     pub(crate) fn victim(&self) -> Child {
         let victim =
             self.host.program_of("00:06.0-1", &["long", "600"]).stdout(Stdio::piped()).spawn().unwrap();
@@ -62,7 +61,6 @@ impl Neighbours {
         victim
     }
 
-    /// Starts a client of slice 1 as another user, and waits until it is in a long kernel.
     pub(crate) fn user_victim(&self) -> Child {
         let mut command = self.host.command_as_member(self.host.path("bin/cuda-client"));
         command.envs(self.host.environment_of("00:06.0-1")).args(["long", "600"]).stdout(Stdio::piped());

@@ -26,7 +26,6 @@ pub(crate) const QUARTER: &str = "yunion.io/mps-35gib";
 /// descriptions.
 const MESSAGES: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/.cache/kubernetes-api");
 
-/// Returns [`MESSAGES`]. Fails if this directory does not exist.
 pub(crate) fn messages() -> &'static Path {
     let messages = Path::new(MESSAGES);
     let is_there = messages.join("kubernetes").is_dir();
@@ -104,7 +103,7 @@ impl FakeKubelet {
             if list.len() == number && self::unhealthy(&list) == unhealthy {
                 return list;
             }
-            // A list from before this call does not count.
+            // The list differs from the expected list, so the loop waits for a newer list.
             self.events.retain(|event| !lists(event));
         }
     }

@@ -12,7 +12,6 @@ impl Random {
         Self::seeded_by("FAULT_SEED", test)
     }
 
-    /// Like [`Self::seeded`], with the seed in another variable.
     pub(crate) fn seeded_by(variable: &'static str, test: &str) -> (Self, Seed) {
         let seed = std::env::var(variable).ok();
         let seed = seed.map(|seed| seed.parse().unwrap_or_else(|e| panic!("{variable}={seed}: {e}")));

@@ -21,8 +21,8 @@ pub(crate) fn directory() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("docs/schemas")
 }
 
-/// Checks documents against a schema. Here a key without a description is an error. A program that reads the documents should
-/// ignore such a key.
+/// Checks documents against a schema, and fails at a key without a description. Programs of users should ignore unknown keys
+/// instead.
 #[track_caller]
 pub(crate) fn strict(schema: &str, documents: &[Value]) -> Keys {
     let mut checker = Command::new("/usr/bin/python3")

@@ -105,7 +105,6 @@ impl Screen {
         self.wait_until(text, |screen| screen.contains(text))
     }
 
-    /// Waits for the end of the program. Returns its exit status, or 128 plus the number of the signal that has ended it.
     pub(crate) fn ended(&mut self) -> i32 {
         let status = wait_for("the program's end", || self.program.try_wait().unwrap());
         status.code().unwrap_or_else(|| 128 + status.signal().unwrap())

@@ -37,7 +37,6 @@ impl ServiceManager {
         text.lines().map(str::to_owned).collect()
     }
 
-    /// Returns the next notification, without WATCHDOG=1.
     pub(crate) fn next(&mut self) -> String {
         self.until(|message| message != "WATCHDOG=1").pop().unwrap()
     }

@@ -25,7 +25,6 @@ pub(crate) fn leads_to(directory: &Path, control_directory: &Path) -> bool {
         && inode(&directory.join("control")) == inode(&control_directory.join("control"))
 }
 
-/// Returns the names of the files in a directory, or none if the directory can't be read.
 pub(crate) fn files(directory: &Path) -> Vec<String> {
     let Ok(files) = fs::read_dir(directory) else { return Vec::new() };
     let mut files: Vec<_> = files.map(|file| file.unwrap().file_name().into_string().unwrap()).collect();

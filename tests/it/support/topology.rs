@@ -15,7 +15,7 @@ pub(crate) enum Topology {
     PerSlice,
 }
 
-/// Makes two tests of each function, one for each topology. The functions behind `soak` hardly depend on the topology. Their
+/// Makes two tests of each function, one for each topology. The functions after `soak:` hardly depend on the topology. Their
 /// tests with a control daemon for each slice run only in `make soak`.
 macro_rules! in_both_topologies {
     ($($test:ident),* $(,)? $(; soak: $($in_soak:ident),* $(,)?)?) => {

@@ -8,10 +8,10 @@ use serde::Deserialize;
 pub struct Board {
     /// For example `580.159.04`.
     pub driver: String,
-    /// The version of the MPS control daemon: 535, 550, 555 or 580.
+    /// The driver series of the MPS control daemon, such as 535 or 580.
     pub mps: u32,
-    /// The memory of the host in KiB, as `/proc/meminfo` has it. `None` if no GPU shares the host's memory, so that its size
-    /// makes no difference.
+    /// The memory of the host in KiB, as `/proc/meminfo` has it. A board needs this value only if a GPU shares the host's
+    /// memory.
     pub host_memory_kib: Option<u64>,
     pub cards: Vec<Card>,
     /// Entries of the platform's device file, `host_container_device.yml`, for PCI addresses at which the board has no card.

@@ -1,6 +1,6 @@
 //! The memory limits of control groups on a GPU, as NVIDIA's documentation describes them for driver 615. NVML names a control
-//! group by its directory. For each control group NVML adds up the memory of all processes in it and below it, and refuses a
-//! limit that is smaller than the sum.
+//! group by its directory. For each control group NVML adds up the memory of all processes in the control group and below it,
+//! and refuses a limit that is smaller than the sum.
 
 use std::fs;
 use std::path::{Path, PathBuf};

@@ -25,8 +25,8 @@ type Answer = Result<(), Return>;
 /// The number of calls of nvmlInit that no call of nvmlShutdown has undone yet.
 static USERS: AtomicU32 = AtomicU32::new(0);
 
-/// The indices of the GPUs that are awake. NVML wakes a GPU up when a program asks for the handle of the GPU. All GPUs fall
-/// asleep at the last call of nvmlShutdown. NVML never wakes up two GPUs at the same time.
+/// The indices of the GPUs that are awake. NVML wakes a GPU when a program asks for the handle of the GPU. All GPUs fall asleep
+/// at the last call of nvmlShutdown. NVML never wakes two GPUs at the same time.
 static AWAKE: Mutex<BTreeSet<u32>> = Mutex::new(BTreeSet::new());
 
 #[repr(C)]
@@ -124,7 +124,7 @@ fn host(function: &str) -> Result<Host, Return> {
     injected(host.root(), function).map_or(Ok(host), Err)
 }
 
-/// Answers a call of an NVML function about one GPU, unless a fault file sets an error for the function.
+/// Answers a call of an NVML function about one GPU, unless [`check`] returns an error.
 fn ask(function: &str, device: Device, answer: impl FnOnce(&Gpu) -> Answer) -> Return {
     let gpu = || {
         let index = device.addr().checked_sub(1).and_then(|index| u32::try_from(index).ok());
@@ -135,7 +135,7 @@ fn ask(function: &str, device: Device, answer: impl FnOnce(&Gpu) -> Answer) -> R
     finish(gpu().and_then(|gpu| answer(&gpu)))
 }
 
-/// Returns the error that a fault file sets for this GPU and this NVML function, if the file exists.
+/// Simulates the faults of a GPU: the NVML function hangs, fails with the error in a fault file, or finds the GPU lost.
 fn check(function: &str, gpu: &Gpu) -> Answer {
     gpu.hang(function);
     if let Some(code) = gpu.injected(function) {
@@ -265,7 +265,7 @@ extern "C" fn nvmlErrorString(result: Return) -> *const c_char {
 unsafe extern "C" fn nvmlSystemGetDriverVersion(version: *mut c_char, length: c_uint) -> Return {
     let answer = host("nvmlSystemGetDriverVersion").and_then(|host| {
         let driver = host.driver().ok_or(code::DRIVER_NOT_LOADED)?;
-        // SAFETY: NVML's caller provides `length` characters.
+        // SAFETY: NVML's caller provides room for `length` characters, or null.
         unsafe { put_text(version, length, &driver) }
     });
     finish(answer)
@@ -276,7 +276,7 @@ unsafe extern "C" fn nvmlSystemGetNVMLVersion(version: *mut c_char, length: c_ui
     let answer = host("nvmlSystemGetNVMLVersion").and_then(|host| {
         let driver = host.driver().ok_or(code::DRIVER_NOT_LOADED)?;
         let text = format!("{}.{driver}", host.cuda_version() / 1000);
-        // SAFETY: NVML's caller provides `length` characters.
+        // SAFETY: NVML's caller provides room for `length` characters, or null.
         unsafe { put_text(version, length, &text) }
     });
     finish(answer)
@@ -302,7 +302,7 @@ unsafe extern "C" fn nvmlSystemGetCudaDriverVersion(version: *mut c_int) -> Retu
 unsafe extern "C" fn nvmlSystemGetProcessName(pid: c_uint, name: *mut c_char, length: c_uint) -> Return {
     let answer = host("nvmlSystemGetProcessName").and_then(|_| {
         let command = crate::mps::command_of(pid).ok_or(code::NOT_FOUND)?;
-        // SAFETY: NVML's caller provides `length` characters.
+        // SAFETY: NVML's caller provides room for `length` characters, or null.
         unsafe { put_text(name, length, &command) }
     });
     finish(answer)
@@ -351,13 +351,13 @@ unsafe extern "C" fn nvmlDeviceGetHandleByPciBusId_v2(bus_id: *const c_char, dev
 
 #[unsafe(no_mangle)]
 unsafe extern "C" fn nvmlDeviceGetUUID(device: Device, uuid: *mut c_char, length: c_uint) -> Return {
-    // SAFETY: NVML's caller gives `length` characters.
+    // SAFETY: NVML's caller provides room for `length` characters, or null.
     ask("nvmlDeviceGetUUID", device, |gpu| unsafe { put_text(uuid, length, &gpu.uuid()) })
 }
 
 #[unsafe(no_mangle)]
 unsafe extern "C" fn nvmlDeviceGetName(device: Device, name: *mut c_char, length: c_uint) -> Return {
-    // SAFETY: NVML's caller gives `length` characters.
+    // SAFETY: NVML's caller provides room for `length` characters, or null.
     ask("nvmlDeviceGetName", device, |gpu| unsafe { put_text(name, length, &gpu.name()) })
 }
 
@@ -560,7 +560,7 @@ unsafe extern "C" fn nvmlDeviceGetFieldValues(
 ) -> Return {
     ask("nvmlDeviceGetFieldValues", device, |gpu| {
         for place in 0..usize::try_from(count).map_err(|_| code::INVALID_ARGUMENT)? {
-            // SAFETY: NVML's caller gives `count` values, or null.
+            // SAFETY: NVML's caller gives an array of `count` values, or null.
             let value = unsafe { values.wrapping_add(place).as_mut() }.ok_or(code::INVALID_ARGUMENT)?;
             let action = gpu.number("recovery_action").filter(|_| value.field == RECOVERY_ACTION);
             (value.value, value.kind) = (action.unwrap_or_default(), UNSIGNED_INT);
@@ -614,8 +614,8 @@ unsafe fn put_processes(
             // SAFETY: the check above ensures that the caller's array has room for all entries.
             unsafe { put(infos.wrapping_byte_add(place * record), info)? };
             if record > size_of::<ProcessInfo>() {
-                // SAFETY: a real driver with longer records writes them even beyond its caller's room, and the
-                // simulated driver does the same.
+                // SAFETY: none on purpose. A real driver with longer records writes beyond the end of its caller's
+                // array, and the simulated driver does the same.
                 unsafe {
                     put(infos.wrapping_byte_add(place * record + size_of::<ProcessInfo>()).cast::<u64>(), 0)?;
                 }
@@ -699,7 +699,7 @@ unsafe extern "C" fn nvmlDeviceRegisterEvents(
     set: *mut EventSet,
 ) -> Return {
     ask("nvmlDeviceRegisterEvents", device, |gpu| {
-        // SAFETY: NVML's caller gives a set of its own, or null.
+        // SAFETY: NVML's caller gives a set that nvmlEventSetCreate has made, or null.
         let set = unsafe { event_set(set) }?;
         if kinds != XID {
             return Err(code::NOT_SUPPORTED);
@@ -747,7 +747,7 @@ unsafe extern "C" fn nvmlEventSetWait_v2(
 ) -> Return {
     let deadline = Instant::now() + Duration::from_millis(timeout_ms.into());
     let wait = || {
-        // SAFETY: NVML's caller gives a set of its own, or null.
+        // SAFETY: NVML's caller gives a set that nvmlEventSetCreate has made, or null.
         let set = unsafe { event_set(set) }?;
         loop {
             host("nvmlEventSetWait_v2")?;

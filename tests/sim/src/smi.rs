@@ -70,7 +70,6 @@ pub fn run(arguments: &[String], out: &mut dyn Write) -> std::io::Result<u8> {
     }
 }
 
-/// True if `wanted` names this GPU by index, UUID or PCI address. `None` stands for every GPU.
 fn is_wanted(gpu: &Gpu, wanted: Option<&str>) -> bool {
     wanted.is_none_or(|wanted| {
         wanted.split(',').any(|one| {
@@ -134,7 +133,7 @@ fn query(host: &Host, gpus: &[Gpu], fields: &str, format: &str, out: &mut dyn Wr
     Ok(0)
 }
 
-/// Returns the name of a field in the first line of nvidia-smi's output. The field may have an alias.
+/// Returns the name by which the first line of nvidia-smi's output shows a field. `field` may be an alias of this name.
 fn head(field: &str) -> Option<&'static str> {
     Some(match field {
         "index" => "index",

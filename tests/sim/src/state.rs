@@ -18,7 +18,6 @@ pub mod code {
     /// NVML's caller has given a null pointer or a bad handle.
     pub const INVALID_ARGUMENT: u32 = 2;
     pub const NOT_SUPPORTED: u32 = 3;
-    /// Only root may call the function.
     pub const NO_PERMISSION: u32 = 4;
     pub const NOT_FOUND: u32 = 6;
     /// No event has happened within the time limit of the call.
@@ -110,7 +109,7 @@ impl Host {
         indices.into_iter().map(|index| self.gpu(index)).collect()
     }
 
-    /// Returns the GPU with this index, even if no GPU has the index.
+    /// Returns the GPU with this index, without a check that the GPU exists.
     pub fn gpu(&self, index: u32) -> Gpu {
         Gpu { directory: self.root.join("gpus").join(index.to_string()), index }
     }
@@ -156,7 +155,6 @@ impl Gpu {
         read(&self.directory.join(name))
     }
 
-    /// `None` if the file does not exist, or has no number.
     pub fn number(&self, name: &str) -> Option<u64> {
         self.text(name)?.parse().ok()
     }
@@ -188,7 +186,7 @@ impl Gpu {
         self.text(name).unwrap_or_default()
     }
 
-    /// `GPU-` and 36 characters.
+    /// Returns the UUID in NVML's format: `GPU-` and 36 characters.
     pub fn uuid(&self) -> String {
         self.fixed("uuid")
     }
@@ -201,7 +199,6 @@ impl Gpu {
         Pci::parse(&self.fixed("pci")).unwrap_or_default()
     }
 
-    /// Returns the major and the minor number of the compute capability.
     pub fn compute_capability(&self) -> (u32, u32) {
         let text = self.fixed("compute_capability");
         let (major, minor) = text.split_once('.').unwrap_or((text.as_str(), "0"));
@@ -231,7 +228,6 @@ impl Gpu {
             .unwrap_or_default()
     }
 
-    /// Returns the compute mode in nvidia-smi's spelling.
     pub fn compute_mode(&self) -> String {
         self.text("compute_mode").unwrap_or_else(|| "Default".to_owned())
     }
@@ -254,8 +250,8 @@ impl Gpu {
             || self.compute_mode() == "Prohibited"
     }
 
-    /// Makes an NVML function hang as long as the GPU's directory has the file `hangs`. The file `hung` tells a test that a
-    /// function hangs.
+    /// Makes an NVML function hang while the GPU's directory has the file `hangs`. If the file contains the name of a function,
+    /// only this function hangs. The file `hung` shows a test that a function hangs.
     pub fn hang(&self, function: &str) {
         let hangs = || fs::read_to_string(self.directory.join("hangs"));
         while hangs().is_ok_and(|only| only.is_empty() || only == function) {
@@ -356,7 +352,6 @@ impl Pci {
     }
 }
 
-/// Returns the return code that the file `error/<function>` in this directory sets. `None` if the file does not exist.
 pub(crate) fn injected(directory: &Path, function: &str) -> Option<u32> {
     let plain = function.rsplit_once("_v").map_or(function, |(plain, _)| plain);
     let file = |name: &str| read(&directory.join("error").join(name));

@@ -1,8 +1,7 @@
 //! Compares the simulated MPS control daemon, servers and clients with recordings of the real programs: of driver 580 on an
 //! H200, and of drivers 535, 550 and 555 without a GPU.
 
-// clippy.toml allows `unwrap` and the like only in functions marked as tests. The helper functions of this file are not
-// marked, and call `unwrap` too.
+// clippy.toml allows `unwrap` and the like only in functions marked as tests. Other functions of this file call `unwrap`, too.
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)]
 
 #[path = "../../support/skip.rs"]
@@ -83,7 +82,6 @@ impl Host {
         command
     }
 
-    /// Starts a control daemon in the foreground, and waits until it answers a front end.
     fn control(&self, options: &[&str], visible: Option<&str>) -> Control<'_> {
         let mut command = self.command("nvidia-cuda-mps-control");
         command
@@ -188,7 +186,6 @@ impl Control<'_> {
         })
     }
 
-    /// Starts a CUDA program and waits until it is a client.
     fn client(&self, server: &str, arguments: &[&str]) -> Client {
         let client = self.host.spawn_cuda(arguments);
         self.wait_for_client(server, &client);
@@ -456,8 +453,8 @@ fn the_end_of_the_control_daemon_is_the_end_of_its_clients() {
         let none = host.front_end("get_server_list");
         assert_eq!(String::from_utf8(none.stderr).unwrap(), "Cannot find MPS control daemon process\n");
         assert_eq!(none.status.code(), Some(1));
-        // The control daemon does not remove these files at its end. The files do not prevent the next start, as the second
-        // round of the loop shows.
+        // A control daemon that a signal ends does not remove these files. The second round of the loop shows that the files do
+        // not prevent the next start.
         for file in ["control", "control_lock", "control_privileged", "log", "nvidia-cuda-mps-control.pid"] {
             assert!(host.path("mps/pipe").join(file).exists(), "{file}");
         }
@@ -680,7 +677,6 @@ fn control_daemons_side_by_side_are_fault_domains() {
     let (neighbour, second, third) = (hold(0), hold(1), hold(2));
     let on_gpu = fs::read_dir(host.path("gpus/0/processes")).unwrap().count();
     assert_eq!(on_gpu, 6, "three servers and three clients");
-    // Each control daemon knows only its own clients, and has its own limits.
     for (control, (server, client)) in controls.iter().zip(servers.iter().zip([&neighbour, &second, &third]))
     {
         assert_eq!(control.ask(&format!("get_client_list {server}")), format!("{}\n", client.pid()));
@@ -693,7 +689,6 @@ fn control_daemons_side_by_side_are_fault_domains() {
     for host in &hosts {
         assert_eq!(host.cuda(&["hold", "0"], &[]).1, 0, "all of them take clients");
     }
-    // Each control daemon has room for 48 clients.
     let full: Vec<Client> = (0..47).map(|_| hosts[1].spawn_cuda(&["hold", "600"])).collect();
     wait_for("48 clients", || {
         (controls[1].ask(&format!("get_client_list {}", servers[1])).lines().count() == 48).then_some(())

@@ -3,8 +3,7 @@
 //! The simulated NVML library finds the simulated host by an environment variable, so each case of a test needs a process of
 //! its own. The test starts this binary again with the name of the case.
 
-// clippy.toml allows `unwrap` and the like only in functions marked as tests. The helper functions of this file are not
-// marked, and call `unwrap` too.
+// clippy.toml allows `unwrap` and the like only in functions marked as tests. Other functions of this file call `unwrap`, too.
 #![allow(clippy::unwrap_used)]
 
 use std::fs;

@@ -35,8 +35,8 @@ pub(crate) struct SimBindings {
     were_used: BTreeSet<ControlGroup>,
 }
 
-/// The size of a binding in the state file, in bytes. A binding of up to two slices fits. The service must refuse a binding of
-/// three slices, which is larger than [`LARGEST`].
+/// Makes up the size of a binding in the state file, in bytes. The size is at most [`LARGEST`] with one or two slices. It is
+/// larger with three slices, so the service must refuse the binding.
 fn bytes_of(binding: &Binding) -> usize {
     binding.slices.len().pow(4) * (LARGEST / 16)
 }
@@ -57,7 +57,7 @@ pub(crate) fn is_in(path: &str, above: &str) -> bool {
     path == above || path.starts_with(&format!("{above}/"))
 }
 
-/// Returns `group` or the control group above it that has the name [`RECORDED`].
+/// Returns the control group with the name [`RECORDED`]: `group` itself, or a control group above it.
 fn recorded_container(group: &'static str) -> Option<&'static str> {
     GROUPS.into_iter().find(|above| is_in(group, above) && above.rsplit('/').next() == Some(RECORDED))
 }
@@ -131,7 +131,7 @@ impl SimBindings {
         self.registry.iter().any(|one| one.group == *group)
     }
 
-    /// Records if the control group already had programs when the service bound it.
+    /// Records if the control group has had programs since the service bound it, according to the registry.
     fn note_use_of(&mut self, group: &ControlGroup) {
         if self.registry.iter().any(|one| one.group == *group && one.was_used) {
             self.were_used.insert(group.clone());
@@ -206,8 +206,8 @@ impl World {
         self.keep_budgets();
     }
 
-    /// The service ends the bindings that prevent the binding of `group` to a wanted slice, if no program uses their control
-    /// groups any more.
+    /// The service ends the bindings of other control groups to the slices that `group` is to get. It ends only bindings of
+    /// control groups without programs.
     fn make_way(&mut self, group: &str, is_wanted: impl Fn(&SliceId) -> bool) {
         let ended = self.bindings.registry.make_way(group, is_wanted, self.now.as_secs(), self.use_of());
         self.check_ended(&ended, true);

@@ -59,8 +59,8 @@ impl Program {
     }
 }
 
-/// After a new client the service waits this long before it lists the clients of the GPU. Further clients that come meanwhile
-/// cause no list of their own.
+/// After a new client the service waits this long before it lists the clients of the GPU. So several new clients share one
+/// list.
 const SHARE: Duration = Duration::from_millis(250);
 
 type SimEnforcer = Enforcer<SimHeld>;
@@ -148,8 +148,8 @@ impl World {
         self.keep_kernel_limits();
     }
 
-    /// The log of a control daemon has named new clients. So the service soon lists the clients of each GPU on which it watches
-    /// budgets.
+    /// Simulates that a control daemon's log names a new client. So the service soon lists the clients of each GPU on which it
+    /// watches budgets.
     pub(crate) fn budgets_hear_of_clients(&mut self) {
         let now = self.now;
         for watched in self.service.iter_mut().flat_map(|service| service.budgets.values_mut()) {
@@ -178,7 +178,8 @@ impl World {
         watched.filter_map(of).min()
     }
 
-    /// One watch over budgets makes a step: it lists the clients of its GPU, or its attempt to end clients goes on.
+    /// The service continues its watch over the budgets of one GPU: it lists the clients of the GPU, or continues an attempt to
+    /// end clients.
     pub(crate) fn carry_on_budgets(&mut self, dice: &mut Dice) {
         let now = self.now;
         let Some(service) = &self.service else { return };

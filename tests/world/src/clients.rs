@@ -74,7 +74,6 @@ impl Mps {
             || self.servers.values().any(is_stopped)
     }
 
-    /// True if the directory of at least one slice of this GPU leads programs to this control daemon.
     fn is_led_to(&self, ordinal: usize) -> bool {
         let Some(ways) = &self.ways else { return true };
         let Some(gpu) = self.gpus.get(ordinal) else { return false };

@@ -19,7 +19,6 @@ use super::ways::SimAdmission;
 
 const ANSWER_TIMEOUT: Duration = Duration::from_secs(5);
 
-/// The simulated shell through which one act of the service reaches its control daemon and the host.
 #[derive(Clone)]
 pub struct SimShell {
     pub(crate) mps: Arc<Mutex<Mps>>,

@@ -251,8 +251,8 @@ impl SimEnding {
             client.is_some_and(SimClient::is_at_work)
         };
         let mut at_work: BTreeSet<SimProcess> = state.wanted.iter().copied().filter(is_at_work).collect();
-        // This list of clients may lack one client. So a client that was not yet at work at the control daemon's previous list
-        // does not count: this list may lack just this client, and the client has started its work too late for the request.
+        // The control daemon's list may lack one client. The service can't know this client if its work began after the
+        // previous list. So only clients that were already at work at the previous list count.
         if state.has_left_out.contains(&one.pid)
             && let Some(before) = state.at_work.get(&one.pid)
         {
@@ -382,8 +382,8 @@ impl ClientShell for SimEnding {
         assert_eq!(may_end.cause(), Cause::Asked);
         let one = self.find(*control).clone();
         let pid = client.0.pid;
-        // The control daemon ends the work of the process that has the client's PID at this moment. No other process has got
-        // the PID meanwhile: the kernel reuses a PID only after it has used all others.
+        // The control daemon ends the work of the process that has the client's PID now. This process is the client, since
+        // the kernel does not reuse a PID so soon.
         let Some(process) = self.look(pid, |client| client.tenant.process) else {
             return ClientEnd::NotThere;
         };

@@ -38,8 +38,8 @@ pub(crate) struct Facts {
     /// The clients that ran before the service began, or before the budgets became smaller. The service must not end them for
     /// the budget.
     before: BTreeSet<ProcessId>,
-    /// True until the service first lists the clients after its start, or after the budgets have become smaller. The service
-    /// may spare all clients in this list, since it can't know which of them have just come.
+    /// True until the service first lists the clients after its start, or after a budget became smaller. The service may spare
+    /// all clients of this first list, since it can't know which clients have just come.
     is_unseen: bool,
     may_be_spared: BTreeSet<ProcessId>,
     seen: Vec<Program>,
@@ -120,7 +120,7 @@ impl Facts {
         );
     }
 
-    /// The service has found out which process has this PID. `None` if no process has the PID.
+    /// The service has found out that `process` has this PID. `None` if no process has the PID.
     fn is_found(&mut self, pid: u32, process: Option<ProcessId>) {
         self.listed.retain(|one, _| one.pid != pid || process == Some(*one));
     }
@@ -190,7 +190,7 @@ impl SimEnforcement {
         self.facts.lock().unwrap()
     }
 
-    /// A later process with the same PID does not count.
+    /// True if the process still runs. A later process with the same PID does not count.
     pub(crate) fn runs(&self, process: ProcessId) -> bool {
         let runs = self.daemons.iter().any(|daemon| {
             lock(daemon).clients.get(&process.pid).is_some_and(|one| one.program.process == process)
@@ -317,8 +317,8 @@ impl ClientShell for SimEnforcement {
         Ok(held.process)
     }
 
-    /// Checks the promise `work-is-safe`: when the service chose the client, just before this command, `forbids` must have
-    /// found no reason to spare the client.
+    /// Checks the promise `work-is-safe`: `forbids` has found no reason to spare the client when the service chose the client,
+    /// and the client's server handles no fatal GPU error.
     async fn terminate_client(
         &mut self,
         control: &Self::Control,

@@ -112,7 +112,6 @@ impl World {
         programs.iter().filter(|one| is_in(one.group, &place.group.path)).map(|one| one.mib).sum()
     }
 
-    /// The service sets or removes one memory limit in the kernel, and records the outcome.
     pub(crate) fn carry_on_kernel_limits(&mut self, dice: &mut Dice) {
         let Some((place, goal)) = self.next_limit() else { return };
         let is_lost = self.goes_wrong(dice);

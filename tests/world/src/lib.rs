@@ -160,8 +160,8 @@ struct Service {
     reaches: Reaches,
     /// The published views of the control daemons that do not run.
     shown: BTreeMap<DaemonId, Shown>,
-    /// The failures of control daemons that the service has not published completely yet. The service completes the published
-    /// failure when the pause before the next attempt begins.
+    /// The failures of control daemons that the service has published only in part. It publishes the rest of a failure when
+    /// the pause before the next attempt begins.
     failing: BTreeMap<DaemonId, Failing>,
     admissions: BTreeMap<DaemonId, SimAdmission>,
     budgets: BTreeMap<String, SimWatch>,
@@ -173,7 +173,7 @@ struct Service {
     ending: Option<Ending>,
     /// The control daemons that had clients when MPS was disabled, and that run on for these clients.
     spared: BTreeSet<DaemonId>,
-    /// The last order of each of these control daemons does not let the service set compute modes.
+    /// The control daemons whose last order forbids the service to set compute modes.
     without_modes: BTreeSet<DaemonId>,
     /// The control daemons that the service has tried to end without success since it was asked to end.
     not_ended: BTreeSet<DaemonId>,
@@ -209,7 +209,7 @@ pub struct World {
     /// these slices in its answer, so the checks allow their links.
     stuck: BTreeSet<String>,
     ways: Ways,
-    /// A user has changed the link to the control daemon in the directories of these slices.
+    /// The slices whose link to the control daemon a user has removed or replaced.
     meddled: BTreeSet<String>,
     /// The control groups that are bound to slices. The state file records the bindings, so they survive the end of the
     /// service.
@@ -226,10 +226,9 @@ pub struct World {
     is_disk_full: bool,
     /// The number of acts about each control daemon since time last passed or an event from outside happened.
     in_a_row: BTreeMap<DaemonId, usize>,
-    /// The GPUs with a compute mode that the service could not restore, or that another program has changed. The checks of
-    /// compute modes skip these GPUs.
+    /// The GPUs whose compute mode the service could not restore, or an administrator has changed. The checks of compute modes
+    /// skip these GPUs.
     strange: BTreeSet<String>,
-    /// The number of acts that the service has begun in this history.
     acts: usize,
     /// The text of the history. `None` if the test does not want the text.
     story: Option<String>,

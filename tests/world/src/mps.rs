@@ -85,7 +85,7 @@ pub(crate) struct Hurt {
 #[allow(clippy::struct_excessive_bools)]
 pub struct Mps {
     pub(crate) pid: u32,
-    /// The PIDs of the control daemon's child processes count up from this PID.
+    /// The control daemon's child processes get the PIDs that follow this PID.
     pub(crate) before_children: u32,
     pub(crate) gpus: Vec<String>,
     pub now: Duration,
@@ -101,7 +101,7 @@ pub struct Mps {
     /// True if lines of the log were lost or the service has skipped lines. The service then can't know all clients from the
     /// log.
     pub(crate) lines_are_missing: bool,
-    /// The control daemon writes no line to its log before this time. Late lines still come in their order.
+    /// The control daemon delays all log lines until this time, and then writes them in their order.
     lines_wait_until: Duration,
     pub starts_fail: bool,
     pub server_comes_in: Duration,
@@ -126,7 +126,7 @@ pub struct Mps {
     pub servers: BTreeMap<u32, SimServer>,
     pub(crate) clients: BTreeMap<u32, SimClient>,
     pub(crate) log: Vec<Meaning>,
-    /// The number of log lines that the service has read, as the state file records it.
+    /// The number of log lines that the service has read, according to the state file.
     pub(crate) read_until: usize,
     pub(crate) hits: BTreeSet<Hit>,
     pub(crate) hit_processes: BTreeMap<u32, ProcessId>,
@@ -315,7 +315,6 @@ impl Mps {
         self.before_children + self.came
     }
 
-    /// Starts a server, unless the control daemon has a server. Returns the PID of the server.
     pub(crate) fn start_server(&mut self) -> u32 {
         if let Some(server) = self.servers.keys().next_back() {
             return *server;
@@ -444,7 +443,7 @@ impl Mps {
         }
     }
 
-    /// Writes late log lines already now: the lines that name the clients hit by a fatal GPU error.
+    /// Writes the delayed log lines that name the clients hit by a fatal GPU error.
     pub(crate) fn say_who_was_hit(&mut self) {
         let is_late = |what: &Later| matches!(what, Later::Says(Meaning::TornDown { .. }));
         let late = self.later.extract_if(.., |(_, what)| is_late(what)).map(|(_, what)| what);
@@ -476,7 +475,6 @@ impl Mps {
         self.differing_in(|one| one, setting, with_foreign)
     }
 
-    /// Compares one part of the limits, as [`Mps::differing`] compares all limits.
     pub(crate) fn differing_in<P: PartialEq>(
         &self,
         part: impl Fn(Setting) -> P,

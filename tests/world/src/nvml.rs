@@ -120,7 +120,6 @@ impl GpuShell for SimShell {
     }
 }
 
-/// Makes up a start time for the process from its PID.
 fn as_old_as_its_pid(pid: u32) -> ProcessId {
     ProcessId { pid, start_time: u64::from(pid) }
 }

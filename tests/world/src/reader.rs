@@ -89,19 +89,18 @@ pub struct Reader {
     /// clients that this service has reported.
     pub(crate) read: BTreeSet<Hit>,
     pub(crate) told: BTreeSet<Hit>,
-    /// The reported hits of fatal GPU errors that are over, as the service has published.
+    /// The hits of fatal GPU errors that the service has published as over.
     over: BTreeSet<Hit>,
     /// The hits that the service had reported when it last wrote the state file.
     written: BTreeSet<Hit>,
-    /// True if the disk was full at any time since the service's last report of hit clients. In this case the state file may
-    /// lack the report.
+    /// True if the disk was full when the service last reported hit clients, or later. The state file may then lack the report.
     pub(crate) disk_was_full: bool,
     pub(crate) questions: Vec<&'static str>,
     /// The number of questions and waits of the running act at the time `moment`.
     pub(crate) in_a_moment: usize,
     pub(crate) moment: Duration,
     pub(crate) starts: Vec<Duration>,
-    /// The steps of changes of compute modes that the running act has asked for, each with its GPU. The world carries them out.
+    /// The steps in changing compute modes that the running act has asked the world to carry out, each with its GPU.
     pub(crate) mode_steps: Vec<(String, usize)>,
 }
 
@@ -160,7 +159,6 @@ impl Mps {
         self.reader.end_begun = self.now;
     }
 
-    /// True if the caller of the last request still waits for the answer.
     pub(crate) fn is_awaited(&self) -> bool {
         self.reader.asked_at.is_some_and(|asked| self.now < asked + PATIENCE)
     }

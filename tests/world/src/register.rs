@@ -34,8 +34,8 @@ impl Mps {
         if let Meaning::ClientAdmitted(pid) = meaning
             && register.get(*pid).is_none()
         {
-            // The client ended before the service read the first log line about it. So the service can't tell the client from
-            // an earlier process with the same PID.
+            // The client ended before the service read the first log line about the client. So the service can't distinguish
+            // the client from an earlier process with the same PID.
             self.reader.clients.seen.retain(|process, _| process.pid != *pid);
         }
     }

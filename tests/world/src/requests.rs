@@ -179,8 +179,8 @@ impl World {
             );
         }
         for lost in &request.lost {
-            // The check compares only the PIDs: another process may have got the client's PID just before the request asked the
-            // control daemon to end the client's work.
+            // The check compares only PIDs, since another process may have got the client's PID just before the control daemon
+            // ended the work.
             let is_open =
                 |one: &LeftClient<SimOwner>| one.pid == lost.pid && one.why == WhyLeft::MayHaveEnded;
             assert!(

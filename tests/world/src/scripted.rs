@@ -336,8 +336,8 @@ impl Script {
     fn wait(&mut self) {
         let until = self.world.now + PAUSE;
         while self.world.now < until {
-            // On the simulated host every control daemon can report the status of its servers, so the same must hold in this
-            // world.
+            // On the simulated host every control daemon can report the status of its servers. So the control daemons of this
+            // world must do the same.
             for mps in self.world.service.iter().flat_map(|service| service.starting.values()) {
                 mps.lock().unwrap().is_old = false;
             }

@@ -54,8 +54,8 @@ impl Watched {
     }
 }
 
-/// A running act about a control daemon, as a future. Its result is the outcome, then true if the control daemon has ended, and
-/// then the failure or the judgement of the control daemon, if the act has found one.
+/// A running act about a control daemon, as a future. The result has three parts: the outcome, true if the control daemon has
+/// ended, and the failure or the judgement with which the act has ended.
 pub(crate) type RunningAct =
     Pin<Box<dyn Future<Output = (ActOutcome, bool, Option<Result<Judged, Failure>>)>>>;
 
@@ -285,7 +285,6 @@ impl World {
         service.starting.get(id).or_else(watched).cloned()
     }
 
-    /// Carries out the changes of compute modes that the running act about the control daemon has asked for.
     pub(crate) fn change_modes(&mut self, id: &DaemonId) {
         let Some(mps) = self.mps_of(id) else { return };
         let steps = std::mem::take(&mut mps.lock().unwrap().reader.mode_steps);
@@ -336,7 +335,7 @@ impl World {
         for one in self.daemons.values() {
             one.lock().advance(now);
         }
-        // An act may still be under way for a control daemon that has ended or does not run yet.
+        // An act may still run for a control daemon that is not in `daemons`: the control daemon has ended or is starting.
         if let Some(service) = &self.service {
             let watched = service.watched.values().map(|watched| &watched.mps);
             watched.chain(service.starting.values()).for_each(|mps| mps.lock().unwrap().advance(now));

@@ -56,8 +56,8 @@ impl World {
         !self.is_calm && dice.one_in(8)
     }
 
-    /// Records the failure with which an act about a control daemon has ended. A later act may find the programs because of
-    /// which the service does not end the failed control daemon. Adds these programs to the recorded failure.
+    /// Records the failure with which an act about a control daemon has ended. If a later act finds programs that prevent the
+    /// end of the failed control daemon, adds these programs to the recorded failure.
     pub(crate) fn has_failed(&mut self, id: &DaemonId, why: Option<Result<Judged, Failure>>) {
         let (view, now) = (self.shown(id).view, self.now);
         let Some(service) = &mut self.service else { return };
@@ -79,7 +79,6 @@ impl World {
         }
     }
 
-    /// The view of a control daemon, as the service publishes it.
     pub(crate) fn shown(&self, id: &DaemonId) -> Shown {
         let of_run = self.mps_of(id).map(|mps| mps.lock().unwrap().reader.shown.clone());
         let kept = || self.service.as_ref().and_then(|service| service.shown.get(id).cloned());

@@ -142,7 +142,7 @@ impl World {
             let mut mps = mps.lock().unwrap();
             let spawning = mps.spawning.take();
             if matches!(spawning, Some(Spawning::WriteDown(_))) && !mps.is_alive {
-                // The first process of this start has ended by itself, so a new process takes its place in the state file.
+                // The process that this start made has ended by itself. A new process replaces it in the state file.
                 self.next_pid += 1;
                 mps.is_another(self.next_pid, self.now);
             }

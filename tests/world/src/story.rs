@@ -100,7 +100,6 @@ pub(crate) fn spaced(servers: &[u32]) -> String {
 }
 
 impl Mps {
-    /// Records a question or an act of the service, if a story is played.
     pub fn note(&mut self, call: fmt::Arguments<'_>) {
         if self.stage.is_on {
             self.stage.calls.push((self.now, call.to_string()));
@@ -147,7 +146,6 @@ impl Mps {
         self.server_is_ready(server);
     }
 
-    /// The server with this PID ends with its clients, and the control daemon notices the server's end.
     pub fn server_ends(&mut self, server: u32, status: i32) {
         self.clients.retain(|_, client| client.server != server);
         self.process_ends(server);
@@ -159,7 +157,6 @@ impl Mps {
         self.reader.ended.push_back(server);
     }
 
-    /// The service stops waiting for the end of any server.
     pub fn nobody_watches(&mut self) {
         self.reader.watched.clear();
     }
@@ -212,7 +209,7 @@ impl Mps {
         self.servers.entry(server).and_modify(|server| server.lists = true);
     }
 
-    /// All clients end, except for the clients in `stay`. The control daemon's log does not report the end of these clients.
+    /// Ends all clients except for the clients in `stay`. The control daemon's log does not report these ends.
     pub fn only_stay(&mut self, stay: &[u32]) {
         self.clients.retain(|pid, _| stay.contains(pid));
     }
@@ -230,7 +227,6 @@ pub struct Story {
     shell: SimShell,
     pub memory: Arc<Mutex<Memory>>,
     pub wanted: Wanted,
-    /// `None` if no act runs.
     act: Option<Act>,
 }
 
@@ -247,7 +243,7 @@ pub fn wanted_gpu(uuid: &str) -> ServedGpu {
 }
 
 impl SimShell {
-    /// Locks the simulated control daemon. If the story already has the lock, the function panics instead of waiting for ever.
+    /// Locks the simulated control daemon. Panics if the story already has the lock, since waiting would never end.
     pub fn host(&self) -> MutexGuard<'_, Mps> {
         self.mps.try_lock().unwrap()
     }
@@ -376,7 +372,6 @@ impl Story {
         self.host().reader.shown.view.take_order(gpus, true, &to_be_set);
     }
 
-    /// Runs another act of the service about the control daemon to its end, and returns the result.
     #[allow(clippy::await_holding_lock)]
     pub fn once<T>(&mut self, act: impl AsyncFnOnce(&mut Serving<'_, SimShell>) -> T) -> T {
         self.act = None;
@@ -411,7 +406,6 @@ impl Story {
         }
     }
 
-    /// Returns the state of the control daemon that the service publishes, in words.
     pub fn shown(&self) -> String {
         let host = self.host();
         let DaemonView { state, serving, reason, .. } = &host.reader.shown.view;

@@ -102,8 +102,8 @@ impl Tenant {
 }
 
 impl SimClient {
-    /// True if a request to end GPU work means this client, as computed without the core's code. `named` is the number of the
-    /// process that had the named PID at the beginning of the request.
+    /// True if a request to end GPU work means this client. The function uses no code of the core, since it checks the core.
+    /// `named` is the number of the process that had the named PID at the beginning of the request.
     pub(crate) fn is_meant(
         &self,
         pid: u32,
@@ -175,7 +175,6 @@ impl World {
         }
     }
 
-    /// Chooses a random client. Returns the PID of the client's control daemon and the client's own PID.
     fn any_client(&self, dice: &mut Dice) -> Option<(u32, u32)> {
         let clients = |(daemon, one): (&u32, &super::ControlDaemon)| {
             one.lock().clients.keys().map(|client| (*daemon, *client)).collect::<Vec<_>>()

@@ -173,7 +173,7 @@ impl World {
         self.bury();
     }
 
-    /// True if the control daemon takes clients with the limits of this order, both by the published state and in truth.
+    /// True if the control daemon takes clients with the limits of this order, and the service publishes the same.
     pub(crate) fn serves(&self, pid: u32, order: &Order<u32>) -> bool {
         let gpus = order.gpus.as_slice();
         self.lead_here(pid, gpus)

@@ -207,8 +207,8 @@ impl World {
         assert!(holder.is_none(), "modes-stay: the mode of {gpu} is put back, which {holder:?} has");
     }
 
-    /// True if the configuration names the GPU, or has an entry of which the service does not know the GPU and which may mean
-    /// this GPU.
+    /// True if the configuration names the GPU, or may name it: `others` has the GPUs that the configuration certainly does not
+    /// name.
     fn names(&self, gpu: &str) -> bool {
         let Configured { certainly, others } = &self.demand.kept;
         certainly.contains(gpu) || others.as_ref().is_some_and(|others| !others.contains(gpu))
@@ -254,8 +254,8 @@ impl World {
         service.core.is_settled(|id| views.get(id))
     }
 
-    /// The published views of the control daemons. If the service has a newer order for a control daemon than its published
-    /// view, the view is changed to this order.
+    /// Returns the published views of the control daemons, updated to the core's present orders. A published view may be older
+    /// than the order.
     pub(crate) fn views(&self, service: &Service) -> BTreeMap<DaemonId, DaemonView> {
         let of_order = |id: &DaemonId| {
             let mut shown = self.shown(id);
@@ -308,7 +308,7 @@ impl World {
         panic!("all-is-served-in-the-end: it never comes to rest");
     }
 
-    /// True if some work of the service can go on although the world's clock stands still.
+    /// True if the service has work to do before the world's clock advances.
     pub(crate) fn comes_on(&self) -> bool {
         let Some(service) = &self.service else { return false };
         !service.modes.is_empty()

@@ -52,7 +52,6 @@ pub(crate) fn slices_of(gpu: &str) -> impl Iterator<Item = String> {
     (0..SLICES).map(move |ordinal| format!("{gpu}-{ordinal}"))
 }
 
-/// Returns the names of all slices of these GPUs, each with its GPU.
 pub(crate) fn all_slices(gpus: &[String]) -> impl Iterator<Item = (String, String)> {
     gpus.iter().flat_map(|gpu| slices_of(gpu).map(move |name| (name, gpu.clone())))
 }
@@ -74,7 +73,7 @@ struct SimDirectories<'w> {
     /// The socket in the control daemon's directory: the PID of the control daemon, or [`WAITING`]. `None` if the directory has
     /// no socket.
     socket: Option<u32>,
-    /// The link of this slice can't be changed in this pass over the links.
+    /// The slice with a link that can't be changed during this pass over the links.
     stuck: Option<String>,
 }
 
@@ -141,13 +140,13 @@ impl Directories<u8> for SimDirectories<'_> {
 }
 
 impl SimAdmission {
-    /// The links of a story's control daemon, which is the only one on the host.
+    /// Makes the links of a story's control daemon. The host of a story has no other control daemon.
     pub(crate) fn new(id: &DaemonId, gpus: &[String]) -> Self {
         let links = Arc::new(Mutex::new(Links::new(Some(wanted(id, gpus, false)), None)));
         Self { id: id.clone(), links, ways: Arc::default(), drained: Arc::default() }
     }
 
-    /// The control daemon has got the limits of its order, so the links of its slices may lead to it now.
+    /// Makes the links of the slices lead to the control daemon, which now has the limits of its order.
     pub(crate) fn lead(&self, mps: &mut Mps, gpus: &[String]) -> Result<(), Bad> {
         self.links.lock().unwrap().lead(linked(&mps.gpus), &wanted(&self.id, gpus, false));
         self.apply(Some(mps))
@@ -188,7 +187,6 @@ impl SimAdmission {
         if open.is_empty() { Ok(()) } else { Err(format!("{open:?} can't be changed")) }
     }
 
-    /// Returns the slices with a link to the control daemon with this PID.
     pub(crate) fn leading_to(&self, pid: u32) -> Vec<String> {
         let ways = self.ways.lock().unwrap();
         ways.iter().filter(|(_, leads)| **leads == pid).map(|(name, _)| name.clone()).collect()

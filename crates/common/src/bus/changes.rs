@@ -7,8 +7,8 @@ use zbus::{Connection, MatchRule, MessageStream};
 
 use super::{MANAGER, NAME};
 
-/// Makes a receiver that sees a change after the service has published new values, has started, or has ended. The receiver does
-/// not see which value has changed. The receiver gets an error once the bus has closed the connection.
+/// Makes a receiver that wakes after the service has published new values, has started, or has ended. The receiver does not get
+/// the new values. The receiver gets an error once the bus has closed the connection.
 pub(super) async fn on(connection: &Connection) -> zbus::Result<watch::Receiver<()>> {
     let of_service = format!("type='signal',sender='{NAME}',path='{MANAGER}'");
     let of_bus =

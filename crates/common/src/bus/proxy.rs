@@ -1,5 +1,5 @@
-//! The connection of yunion-mpsctl to the service. The methods return rows. The fields of the rows are the keys of
-//! the D-Bus dictionaries. So no other module needs D-Bus types.
+//! The connection of yunion-mpsctl to the service. The methods return structs with a field for each key of a D-Bus dictionary.
+//! So no other module needs D-Bus types.
 
 use std::collections::HashMap;
 use std::io;
@@ -279,8 +279,8 @@ impl DaemonProxy {
         Ok(Self { manager, control })
     }
 
-    /// Makes a receiver that sees a change after each signal with which the service reports that its published values have
-    /// changed. The receiver gets an error once the bus has closed the connection.
+    /// Makes a receiver that wakes after each change of the service's published values. The receiver gets an error once the bus
+    /// has closed the connection.
     pub async fn changes(&self) -> Result<watch::Receiver<()>, BusError> {
         Ok(changes::on(self.manager.inner().connection()).await?)
     }

@@ -16,7 +16,6 @@ pub enum Word<E> {
 }
 
 impl<E: Copy> Word<E> {
-    /// None if this version does not know the word.
     pub fn known(&self) -> Option<E> {
         if let Self::Known(meaning) = self { Some(*meaning) } else { None }
     }

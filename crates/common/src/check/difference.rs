@@ -56,7 +56,7 @@ pub enum Effect {
         /// The number of clients that lose their work. None (null in JSON) if the number is unknown.
         clients: Option<usize>,
     },
-    /// The change does not take effect, since the service refuses the reload.
+    /// The service refuses the reload, so the change does not take effect.
     Refused { reason: String },
 }
 
@@ -120,7 +120,6 @@ impl fmt::Display for Difference {
     }
 }
 
-/// The changes that a reload would make if it led to `plan`. The error says why the changes are not known.
 pub fn differences(loaded: &Loaded, plan: &Plan, published: &Published) -> Result<Vec<Difference>, String> {
     if published.devices.is_none() {
         return Err("the service does not know the GPUs of this host yet".to_owned());
@@ -192,7 +191,7 @@ impl Comparison<'_> {
             let clients = published.clients_on(&daemon.gpus);
             let Some(planned) = plan.control_daemons.iter().find(|planned| planned.id == DaemonId::from(id))
             else {
-                // If no published GPU has this control daemon's id, the control daemon ends without a reload too.
+                // A control daemon that no published GPU names is about to end, even without a reload. So its end is no change.
                 if published.served_by(id).next().is_some() {
                     let reason = "this control daemon is no longer needed".to_owned();
                     let effect = Effect::Waits { clients, reason, out_meanwhile: false };
@@ -312,8 +311,8 @@ fn ordered(planned: &ControlDaemonPlan, published: &Published) -> bool {
     })
 }
 
-/// True if the planned control daemon has another pipe directory than the running control daemon. Then new clients do not find
-/// the running control daemon. The clients of the running control daemon have to end first.
+/// True if the planned control daemon has another pipe directory than the running control daemon. Then new clients find no
+/// control daemon until the clients of the running control daemon have ended.
 fn moves(planned: &ControlDaemonPlan, daemon: &rows::ControlDaemon) -> bool {
     planned.pipe_directory != Path::new(&daemon.pipe_directory)
 }

@@ -55,7 +55,6 @@ impl Checked {
         }
     }
 
-    /// None if the configuration files have mistakes.
     pub fn loaded(&self) -> Option<&Loaded> {
         match self {
             Self::Refused(_) => None,

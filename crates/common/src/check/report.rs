@@ -12,7 +12,6 @@ use crate::plan::{GpuPlan, Plan};
 #[derive(Debug)]
 pub struct CheckReport {
     checked: Checked,
-    /// The changes that a reload would make. The error says why the changes are not known.
     changes: Result<Vec<Difference>, String>,
 }
 

@@ -106,7 +106,6 @@ pub(super) fn troubles(
     troubles
 }
 
-/// This service treats a key without a value like a missing key, but the host agent does not.
 fn without_value(key: &str, origin: &Origin, read_as: &str) -> Trouble {
     let found = format!("the key has no value, so this service takes the key as not set, and {read_as}");
     let problem = LocatedProblem::new(origin.clone(), key, found, "write a value or remove the line");

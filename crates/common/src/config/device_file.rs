@@ -125,7 +125,7 @@ impl<'t> Entry<'t> {
         LocatedProblem::new(Origin { line, ..self.origin.clone() }, key, found, remedy)
     }
 
-    /// Reads the entry. None if the entry is unusable. Then `findings` has the problem.
+    /// None if the entry is unusable: then `findings` has the problem.
     fn read(mut self, value: Value<'t>, findings: &mut Draft) -> Option<DeviceEntry> {
         let Value::Map(pairs) = value else {
             let keys = "the keys path, type and virtual_number";
@@ -145,7 +145,8 @@ impl<'t> Entry<'t> {
         findings.warnings.extend(warnings);
         let path = findings.checked(self.required("path", WRITE_PATH, path));
         let own = self.own_sizes(findings);
-        // If the list `slices` is unusable, the number of slices is unknown. The lack of a number is no further problem.
+        // If the list `slices` is unusable, its problem is already in `findings`. The unknown number of slices is no further
+        // problem.
         let slices = own.as_deref().and_then(|own| findings.checked(self.number(own)));
         let each = self.size(findings);
         let isolation = findings.checked(self.optional("isolation", isolation));
@@ -291,7 +292,6 @@ fn path(value: &Value<'_>) -> Result<DevicePath, Problem> {
     }
 }
 
-/// A type that is probably a misspelt `NVIDIA_MPS` is an error.
 fn device_type(value: &Value<'_>) -> Result<String, Problem> {
     match value.text().as_ref() {
         "" => Err(value.wrong(WRITE_TYPE)),
@@ -753,7 +753,6 @@ mod tests {
         for text in ["", "# nothing\n", "---\n", "devices:\n", "devices: []\n", "devices: ~\n", "{}"] {
             assert_eq!(entries(text), [], "{text:?}");
         }
-        // A file without `NVIDIA_MPS` entries makes the service serve every GPU, and a misspelt `devices` must not cause that.
         let (_, findings) = read("device:\n- path: x\n");
         assert_eq!(told(&findings.problems), [(0, "devices", "no such list")]);
         assert_eq!(findings.unknown_keys.len(), 1);

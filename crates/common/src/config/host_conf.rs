@@ -208,7 +208,6 @@ impl Draft {
         chosen
     }
 
-    /// A problem at the first of `keys` that a file sets. None if no file sets any of `keys`.
     fn problem_at(&self, keys: [&str; 2], found: String, remedy: &str) -> Option<LocatedProblem> {
         let (key, origin) = keys.iter().find_map(|key| self.origins.get_key_value(key))?;
         Some(LocatedProblem::new(origin.clone(), *key, found, remedy))
@@ -884,7 +883,6 @@ mod tests {
         }
     }
 
-    /// The defaults in the manual page form a valid file with the same settings as the defaults in the code.
     #[test]
     fn the_manual_page_has_every_key_with_its_default() {
         let page = include_str!("../../../../packaging/man/yunion-mps-host.conf.5");

@@ -1,5 +1,6 @@
 //! Loads the settings from the configuration files, checks them, and reports every problem at once. `host.conf` is read first.
-//! `host_local.conf` overrides values of `host.conf`. A key in these two files names the device file.
+//! `host_local.conf` overrides values of `host.conf`. A key in these two files names the device file, which lists the GPUs to
+//! serve.
 
 pub mod agent;
 mod device_file;
@@ -30,7 +31,6 @@ pub struct Settings {
     pub enabled: bool,
     /// True if a file sets `enable_cuda_mps`. If no file sets the key, `enabled` is false by default.
     pub says_enabled: bool,
-    /// `cuda_mps_pipe_directory`: the directory in which clients find the control daemon.
     pub pipe_directory: PathBuf,
     pub log_directory: PathBuf,
     /// The place of the configuration line that puts the log directory into the pipe directory, where control daemons make
@@ -87,7 +87,6 @@ impl Default for Settings {
 
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Supervision {
-    /// `cuda_mps_set_compute_mode`: if false, the service does not change the compute modes of GPUs.
     pub set_compute_mode: bool,
     /// `cuda_mps_quit_timeout`: the time that a control daemon has to end after the command `quit`, before the service sends
     /// SIGTERM.
@@ -113,7 +112,7 @@ impl Default for Supervision {
     }
 }
 
-/// An entry of the device file, of any type. The service does not use the GPU of an entry with another type than `NVIDIA_MPS`.
+/// An entry of the device file, of any type. The service does not use the GPU of an entry unless the type is `NVIDIA_MPS`.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct DeviceEntry {
     pub name: String,
@@ -137,8 +136,8 @@ pub struct MpsEntry {
     pub slices: NonZeroU32,
     /// The keys of the entry that apply to each slice without a key of its own.
     pub each: SliceKeys,
-    /// The key `slices`: the keys of each slice, in the order of the ordinals, which override `each`. Empty if all slices are
-    /// equal.
+    /// The key `slices`: for the first slice, the second slice and so on, the keys that override `each`. Empty if all slices
+    /// are equal.
     pub own: Vec<SliceKeys>,
     /// None if the entry does not override the topology.
     pub isolation: Option<Isolation>,
@@ -345,7 +344,7 @@ pub struct Loaded {
     pub agent: Vec<agent::Trouble>,
     /// The keys that this service does not know, with their places. Most belong to the host agent, and some may be misspelt.
     pub unknown_keys: Vec<(Origin, String)>,
-    /// The keys that a later file overrides. The first place is that of the overridden value, the second that of the value that
+    /// The keys that a later file overrides. The first place has the overridden value, and the second place has the value that
     /// counts.
     pub overridden: Vec<(&'static str, Origin, Origin)>,
 }
@@ -357,7 +356,6 @@ pub struct Refused {
     pub warnings: Vec<LocatedProblem>,
 }
 
-/// Reads the main file, then the local file that overrides it, then the device file that a key in these files names.
 pub fn load(sources: &Sources) -> Result<Loaded, Refused> {
     let mut draft = Draft::new();
     read_main_file(sources, &mut draft);
@@ -501,7 +499,7 @@ fn without_entry(file: &Path, draft: &Draft) -> Option<LocatedProblem> {
 
 const MAX_FILE_BYTES: u64 = 1024 * 1024;
 
-/// The text of a file. None if the file does not exist.
+/// None if the file does not exist.
 fn read_text(sysroot: &Path, file: &Path) -> Result<Option<String>, LocatedProblem> {
     let (found, remedy) = match regular_file::read(&below(sysroot, file), MAX_FILE_BYTES) {
         Ok(bytes) => return text_of(file, &bytes).map(Some),
@@ -519,7 +517,6 @@ fn read_text(sysroot: &Path, file: &Path) -> Result<Option<String>, LocatedProbl
     Err(LocatedProblem::new(Origin::whole(file), "", found, remedy))
 }
 
-/// The path of a file below the sysroot. If the sysroot is `/`, a relative path stays relative.
 pub fn below(sysroot: &Path, file: &Path) -> PathBuf {
     if sysroot == Path::new("/") {
         file.to_owned()
@@ -567,7 +564,7 @@ fn most_clients(value: &Value<'_>) -> Result<NonZeroU32, Problem> {
     whole(value, 1..=999, "clients").map(|count| NonZeroU32::new(count).unwrap_or(NonZeroU32::MIN))
 }
 
-/// In MiB: 16 TiB.
+/// 16 TiB, in MiB.
 const MOST_MEMORY_MIB: u64 = 16 << 20;
 
 fn memory(value: &Value<'_>) -> Result<NonZeroU64, Problem> {
@@ -728,7 +725,6 @@ mod tests {
             texts(&refused.problems),
             ["/opt/y.conf: no such file; create the file or correct the path on the command line"]
         );
-        // If the sysroot is `/`, a relative path is relative to the working directory.
         assert_eq!(below(Path::new("/"), Path::new("etc/host.conf")), Path::new("etc/host.conf"));
         let absolute = root.path().join("opt/x.conf");
         assert!(load(&Sources { config: Some(absolute), sysroot: "/".into() }).is_ok());
@@ -869,7 +865,7 @@ mod tests {
             let [problem] = problems.as_slice() else { panic!("{problems:?}") };
             assert_eq!((problem.origin.line, problem.key.as_str()), (Some(2), slip));
             assert!(problem.problem.remedy.contains(DEVICE_FILE_KEY), "{problem}");
-            // The misspelt key does no harm if the correct key is there too, or if MPS is off.
+            // The misspelt key does no harm if the file also has the correct key, or if MPS is off.
             let named = format!("{main}{DEVICE_FILE_KEY}: {DEVICE_FILE}\n");
             let loaded = load_files(&[(MAIN_FILE, named.as_bytes()), (DEVICE_FILE, ONE_GPU)]).unwrap();
             assert_eq!(loaded.warnings, problems);

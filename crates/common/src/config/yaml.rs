@@ -501,7 +501,8 @@ mod tests {
         }
         let problem = read(&laughs).unwrap_err();
         assert!(problem.problem.found.contains("the aliases expand to too many values"), "{problem}");
-        // `ALIAS_ALLOWANCE` also limits the aliases of one large list, and the aliases of a long text, which each alias copies.
+        // `ALIAS_ALLOWANCE` limits the aliases of a large list. It also limits the aliases of a long text, since each alias
+        // copies the text.
         let wide = format!("a: &a\n{}b:\n{}", "- x\n".repeat(2_000), "- *a\n".repeat(2_000));
         assert!(read(&wide).unwrap_err().problem.found.contains("the aliases expand to too many values"));
         let long = format!("a: &a \"\\x41{}\"\nb:\n{}", "y".repeat(10_000), "- *a\n".repeat(2_000));

@@ -56,7 +56,6 @@ impl Cpus {
         (0..CpuSet::MAX_CPU).all(|cpu| self.0.is_set(cpu) || !other.0.is_set(cpu))
     }
 
-    /// The CPUs of all sets together. None if one of the sets is None, or if `sets` is empty.
     pub fn union(mut sets: impl Iterator<Item = Option<Self>>) -> Option<Self> {
         let first = sets.next()??;
         sets.try_fold(first, |all, set| {

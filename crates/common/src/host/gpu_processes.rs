@@ -29,7 +29,6 @@ impl Contexts {
         }
     }
 
-    /// None if NVML has no reliable list of the clients.
     pub(super) fn clients(&self) -> Option<BTreeSet<u32>> {
         Some(self.mps.as_ref()?.keys().copied().collect())
     }

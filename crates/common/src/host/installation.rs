@@ -39,7 +39,6 @@ pub fn operators_program(sysroot: &Path, program: &str) -> Option<Problem> {
     })
 }
 
-/// The driver's version in the text of the file `MODULE`: the first word that begins with a digit and has a point.
 fn version(module: &str) -> &str {
     let mut words = module.split_whitespace();
     words

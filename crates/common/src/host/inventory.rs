@@ -36,14 +36,12 @@ impl Inventory {
         driver::series(self.driver.as_deref().unwrap_or_default())
     }
 
-    /// Returns `cpus`, or None if `cpus` are all CPUs of the host.
     pub fn if_not_all(&self, cpus: Cpus) -> Option<Cpus> {
         (!self.cpus.is_some_and(|all| cpus.includes(all))).then_some(cpus)
     }
 
-    /// Reads the GPUs of the host from /sys, NVML and pci.ids. Reading never fails. A fact that can't be read is missing, and
-    /// if the result has a field for the reason, the field has the reason. `nvml` is an open driver, or the reason why the
-    /// driver can't be opened.
+    /// Reads the GPUs of the host from /sys, NVML and pci.ids. Reading never fails: a fact that can't be read is missing in the
+    /// result. `nvml` is an open driver, or the reason why the driver can't be opened.
     pub fn read(sysroot: &Path, nvml: Result<&mut GpuQuestions, &Problem>) -> Self {
         let devices = sysfs::scan(sysroot).unwrap_or_else(|reason| {
             tracing::warn!("{reason}");

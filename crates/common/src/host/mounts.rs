@@ -93,8 +93,8 @@ fn unescaped(field: &[u8]) -> PathBuf {
     OsString::from_vec(path).into()
 }
 
-/// True if a test can find the [`Place`] of a path on this machine. A test can't in a chroot, as in the build of a package,
-/// since the root directory of a chroot is often no mount.
+/// True if a test can find the [`Place`] of a path on this machine. Usually false in a chroot, such as in the build of a
+/// package, since the root directory of a chroot is often no mount.
 #[cfg(test)]
 pub fn root_is_a_mount() -> bool {
     Place::find(Path::new("/")).is_ok()
@@ -178,7 +178,6 @@ mod tests {
         assert_eq!(roots_in(b"7 1 8:1 /a\xff /b rw")[0].path, Path::new(OsStr::from_bytes(b"/a\xff")));
     }
 
-    /// The list of mounts may be cut off after any byte, even within a path.
     #[test]
     fn a_list_that_is_cut_has_no_other_places() {
         let mut list = String::new();

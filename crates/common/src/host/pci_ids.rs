@@ -45,7 +45,6 @@ fn parse(mut list: impl BufRead, wanted: &BTreeSet<(u16, u16)>) -> BTreeMap<(u16
     names
 }
 
-/// Splits a line at its first four hexadecimal digits. Returns their number, and the name after the white space.
 fn numbered(text: &str) -> Option<(u16, &str)> {
     let (digits, name) = text.split_at_checked(4)?;
     let plain = digits.bytes().all(|byte| byte.is_ascii_hexdigit()) && name.starts_with([' ', '\t']);

@@ -55,7 +55,6 @@ fn beginning(path: impl AsRef<Path>, max_bytes: u64) -> io::Result<Vec<u8>> {
     Ok(bytes)
 }
 
-/// The memory of the host in MiB, from `MemTotal` in /proc/meminfo below the sysroot. None if the file can't be read.
 pub fn memory_mib(sysroot: &Path) -> Option<u64> {
     let meminfo = read(sysroot.join("proc/meminfo")).ok()?;
     let kib: u64 = line(&meminfo, "MemTotal:")?.strip_suffix("kB")?.trim().parse().ok()?;
@@ -96,7 +95,8 @@ pub fn has_children(pid: u32) -> io::Result<bool> {
     is_parent(pid, others)
 }
 
-/// True if one of `others` is a running child of the process. Fails if no child was found and some process can't be read.
+/// True if one of `others` is a running child of the process. Fails if no child was found but some process can't be read, since
+/// that process may be a child.
 fn is_parent(pid: u32, others: Vec<io::Result<Stat>>) -> io::Result<bool> {
     for other in others {
         match other {
@@ -244,7 +244,8 @@ pub fn open_file(process: impl Display, descriptor: i32) -> PathBuf {
     path(process, &format!("fd/{descriptor}"))
 }
 
-/// Sets the `oom_score_adj` of this process and its future children. Fails if the value is below the value that root has set.
+/// Sets the `oom_score_adj` of this process and its future children. Without `CAP_SYS_RESOURCE`, fails if the value is below
+/// the last value that was set with `CAP_SYS_RESOURCE`.
 pub fn set_oom_score_adj(score: i16) -> io::Result<()> {
     fs::write(path(OWN, "oom_score_adj"), score.to_string())
 }
@@ -266,12 +267,11 @@ pub fn cgroups(process: impl Display) -> io::Result<Vec<u8>> {
     read(path(process, "cgroup"))
 }
 
-/// Like [`cgroups`], as text. Bytes that are not UTF-8 become a replacement character.
 pub fn cgroups_text(process: impl Display) -> io::Result<String> {
     cgroups(process).map(|cgroups| text(&cgroups))
 }
 
-/// Names the mount namespace of a process. Processes in the same mount namespace have the same name here.
+/// The name of the mount namespace of a process. All processes in one mount namespace give the same name.
 pub fn mount_namespace(process: impl Display) -> io::Result<PathBuf> {
     fs::read_link(path(process, "ns/mnt"))
 }
@@ -316,7 +316,7 @@ fn soft_limit(limits: &[u8], name: &str) -> Option<u64> {
     if soft == "unlimited" { Some(u64::MAX) } else { soft.parse().ok() }
 }
 
-/// True if a file system is mounted at `place`. `mounts` is the path of a file such as /proc/mounts, or of a test's file.
+/// True if a file system is mounted at `place`. `mounts` is the path of a file in the form of /proc/mounts.
 pub fn is_mounted(mounts: &Path, place: &str) -> io::Result<bool> {
     let mounts = read(mounts)?;
     let mut lines = mounts.split(|byte| *byte == b'\n');
@@ -406,7 +406,6 @@ mod tests {
         );
         assert_eq!((status.real_uid(), status.effective_uid()), (Some(1000), Some(0)));
         assert_eq!(status.uids(), [1000, 0, 1, 2]);
-        // Signal 1 is SIGHUP and signal 10 is SIGUSR1.
         assert!(status.ignores(1) && !status.catches(1));
         assert!(status.catches(10) && !status.ignores(10));
         assert_eq!(ProcessStatus(b"Name:\twork\n".to_vec()).real_uid(), None);

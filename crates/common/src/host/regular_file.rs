@@ -24,8 +24,8 @@ pub fn read(path: &Path, limit: u64) -> Result<Vec<u8>, Unreadable> {
     // With NONBLOCK, a FIFO that has replaced the file after the check does not block.
     let file = File::options().read(true).custom_flags(OFlags::NONBLOCK.bits().cast_signed()).open(path)?;
     check(file.metadata()?.file_type())?;
-    // Some files under /proc block a reader. Each line of /proc/kmsg can be read only once, so this read would take lines away
-    // from other readers.
+    // Some files under /proc block a reader. /proc/kmsg gives each line to one reader only, so other readers would miss the
+    // line.
     if fstatfs(&file).map_err(io::Error::from)?.f_type == PROC_SUPER_MAGIC {
         return Err(Unreadable::NotRegular("a file of /proc"));
     }

@@ -28,7 +28,6 @@ pub(super) fn scan(sysroot: &Path) -> Result<Vec<PciDevice>, String> {
     Ok(devices)
 }
 
-/// Reads a device from its directory in /sys. None if the device is no display controller, or if its files can't be read.
 fn display_device(directory: &Path, address: PciAddress) -> Option<PciDevice> {
     if number(&directory.join("class"))? >> 16 != DISPLAY {
         return None;
@@ -71,8 +70,8 @@ fn node(drm: &Path, prefix: &str) -> Option<PathBuf> {
     numbers.min().map(|number| PathBuf::from(format!("/dev/dri/{prefix}{number}")))
 }
 
-/// The PCI Express link of a device. If the device's registers can be read, this is the link that lspci prints. Otherwise it is
-/// the link that the kernel reports.
+/// The PCI Express link of a device as lspci prints it, from the device's registers. If the registers can't be read, the link
+/// that the kernel reports.
 fn link(directory: &Path) -> Option<PcieLink> {
     match link_in_config(&config(directory)) {
         Ok(link) => link,

@@ -55,7 +55,7 @@ pub fn runs_host() -> bool {
     sd_notify::booted().unwrap_or(false)
 }
 
-/// True if systemd runs this process as a system service. False for a process that a user has started in a session.
+/// True if systemd runs this process as a system service. False for a process that a user has started.
 pub fn runs_us() -> bool {
     own_service().is_some()
 }
@@ -162,7 +162,7 @@ pub async fn unit(name: &str) -> Result<UnitProperties, Problem> {
     answer(ANSWER_TIMEOUT, "can't be asked on the system bus", asked).await
 }
 
-/// Waits for an answer of systemd. If systemd refuses the request, the error text begins with "systemd" and `refused`.
+/// Waits for an answer of systemd. If systemd refuses the request, the error begins with "systemd" and the text of `refused`.
 async fn answer<T>(
     patience: Duration,
     refused: &str,
@@ -200,7 +200,6 @@ trait Systemd {
     fn load_unit(&self, name: &str) -> zbus::Result<OwnedObjectPath>;
 }
 
-/// The type of systemd's job for this service's unit. None if systemd has no job for the unit.
 async fn own_job() -> zbus::Result<Option<String>> {
     let connection = Connection::system().await?;
     let systemd = |path, interface| {
@@ -255,16 +254,16 @@ fn scope_properties(id: &str, pid: u32, own_unit: &str) -> Vec<Property> {
     vec![
         ("Description", Variant::from(format!("NVIDIA MPS control daemon {id} of {own_unit}"))),
         ("PIDs", Variant::from(vec![pid])),
-        // At shutdown systemd stops units in the reverse order of `Before`. So the service stops first, and ends the control
-        // daemon in order.
+        // At shutdown systemd stops units in the reverse order of `Before`. So the service stops before the scope, and can end
+        // the control daemon itself.
         ("Before", Variant::from(vec![own_unit.to_owned()])),
-        // Otherwise systemd would not remove a failed scope, and no new scope could have the same name.
+        // With the default value systemd would not remove a failed scope, and no new scope could have the same name.
         ("CollectMode", Variant::from("inactive-or-failed")),
         ("TimeoutStopUSec", Variant::from(stop_timeout)),
     ]
 }
 
-/// Characters that are not allowed in a unit's name are escaped like systemd's escapes, with `\x` and two digits. A `-` is not
+/// Escapes the characters that are not allowed in a unit's name, as systemd does: `\x` and two hexadecimal digits. A `-` is not
 /// escaped, since it has no special meaning in the name of a scope.
 fn scope_name(id: &str) -> String {
     let mut name = "yunion-mps-control-".to_owned();
@@ -289,8 +288,8 @@ fn own_service() -> Option<String> {
 }
 
 /// The unit of a process, from the text of its /proc/PID/cgroup. systemd has its units in the unified hierarchy, or on older
-/// hosts in the hierarchy `name=systemd`. In the path, the names before the unit are slices, and the names after it are control
-/// groups in the unit.
+/// hosts in the hierarchy `name=systemd`. In the path, systemd's slices stand before the unit, and control groups in the unit
+/// stand after it.
 fn unit_of(cgroup: &str) -> Option<&str> {
     cgroup.lines().find_map(|line| {
         let (_, hierarchy_and_path) = line.split_once(':')?;

@@ -21,7 +21,7 @@ pub fn of_the_hosts(cgroups: &str) -> Option<&str> {
 }
 
 /// Like [`of_the_hosts`]. `is_believed` takes a hierarchy and a path in it, and returns true if root has made the control
-/// group. A test passes another function than the service.
+/// group.
 fn made_by(cgroups: &str, is_believed: impl Fn(&str, &str) -> bool) -> Option<&str> {
     cgroups.lines().find_map(|line| {
         let mut fields = line.splitn(3, ':').skip(1);

@@ -489,7 +489,6 @@ mod tests {
         ));
     }
 
-    /// One pass reads only the allowed bytes, and logs the reason for each file that is not read.
     #[test]
     fn all_files_together_are_bounded() {
         let servers = Servers::new();
@@ -513,7 +512,6 @@ mod tests {
         assert_eq!(names(&servers.record_of(&id('b')).unwrap().devices), ["00:06.0-1"]);
     }
 
-    /// The host agent writes in place. So the service reads a half-written record again until the record is complete.
     #[test]
     fn a_half_written_record_is_read_again() {
         let servers = Servers::new();

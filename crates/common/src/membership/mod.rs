@@ -45,7 +45,6 @@ use guests::{GuestRecord, GuestRecords};
 
 pub const DEVICE_VARIABLE: &str = "YUNION_MPS_DEVICE";
 
-/// Names the directory in which a process searches for its control daemon.
 pub const PIPE_DIRECTORY_VARIABLE: &str = "CUDA_MPS_PIPE_DIRECTORY";
 
 /// The most slices that the environment of a process can claim. A container has at most one slice of each GPU.
@@ -111,8 +110,8 @@ impl Slices {
         gpus.map(|(uuid, _)| uuid.as_str()).collect()
     }
 
-    /// The part of `all`, the slices of a process, that counts on the GPU with this UUID. With an empty UUID, the process uses
-    /// no GPU yet, and all of its slices count.
+    /// The slices among `all`, the slices of a process, that count on the GPU with this UUID. An empty UUID means that the
+    /// process uses no GPU yet. Then all its slices count.
     pub fn on(&self, gpu: &str, all: Membership) -> Option<Membership> {
         match self.gpus.get(gpu) {
             Some(gpu) => all.on(*gpu),
@@ -164,7 +163,7 @@ pub struct ProcessSight {
 }
 
 impl SliceMounts {
-    /// Finds the places of the pipe directories. A pipe directory that does not exist has no slices.
+    /// A pipe directory that does not exist is skipped, since it has no slices.
     pub fn find(slices: &Slices) -> Self {
         let namespaces = [proc::mount_namespace(proc::OWN), proc::mount_namespace(proc::FIRST)];
         let places = |directories: &BTreeSet<PathBuf>| {
@@ -184,7 +183,8 @@ impl SliceMounts {
     }
 
     /// Finds the facts about a process without reading its memory, since reading its memory could hang. If the environment of
-    /// the process counts, the slices are unknown until [`ProcessSight::slices`] reads it. Fails if the process has ended.
+    /// the process counts, the slices are unknown until [`ProcessSight::slices`] reads the environment. Fails if the process
+    /// has ended.
     pub fn look_at(&self, process: ProcessId) -> io::Result<(KnownClient, ProcessSight)> {
         let pid = process.pid;
         let seen = self.see(pid)?;
@@ -215,9 +215,8 @@ impl SliceMounts {
     }
 
     /// Finds the slices in the mounts of a process. A program that calls chroot sees fewer mounts than its container, so the
-    /// mounts of its ancestors count too. For a sandbox in a container, the slices of ancestors in other mount namespaces
-    /// count, up to the host. But the sandbox can't reach the directories that only these ancestors see. Fails if the process
-    /// has ended.
+    /// mounts of its ancestors count too. For a sandbox in a container, even slices of ancestors in other mount namespaces
+    /// count, although the sandbox can't reach the directories of these slices. Fails if the process has ended.
     fn see(&self, pid: u32) -> io::Result<ProcessSight> {
         let (mut believed, mut all) = (false, Sight::default());
         let (mut own_namespace, mut last) = (None, None);
@@ -272,8 +271,8 @@ impl SliceMounts {
         self.bindings.nearest(&control_groups::path_of(pid).ok()?, is_there)
     }
 
-    /// The container of a process, for which the host agent has `record`. The result has only the devices on GPUs of which the
-    /// process is bound to no slice. None if there is no such device, or if root has bound the process.
+    /// The container of a process, for which the host agent has `record`. A device is missing in the result if the process is
+    /// already bound to a slice of the device's GPU. None if no device remains, or if root has bound the process.
     fn recorded_container(&self, pid: u32, record: &GuestRecord) -> Option<RecordedContainer> {
         let binding = self.binding_of(pid);
         if binding.is_some_and(|its| its.by == BoundBy::Root) {
@@ -384,8 +383,8 @@ fn bound(binding: &Binding) -> Membership {
     Membership { slices: binding.slices.iter().copied().map(DeviceName::Slice).collect(), known_by }
 }
 
-/// The ancestors of a process, beginning with its parent. The list ends before an ancestor if the ancestor's PID may belong
-/// to another process by now.
+/// The ancestors of a process, beginning with its parent. The iterator ends early if the PID of the next ancestor may belong to
+/// another process by now.
 fn ancestors(pid: u32) -> impl Iterator<Item = u32> {
     let parent = |child: &proc::Stat| {
         let parent = proc::stat(child.parent).ok()?;
@@ -440,7 +439,7 @@ fn slice_with_directory(path: &Path) -> Option<SliceId> {
     SliceId::with_directory_name(path.strip_prefix(DIRECTORIES).ok()?.to_str()?)
 }
 
-/// The slice with the directory that this environment names as the pipe directory.
+/// The slice that the environment names through `CUDA_MPS_PIPE_DIRECTORY`. None if the variable names no slice's directory.
 fn connected(environment: &[u8], pipe_directories: &BTreeSet<PathBuf>) -> Option<SliceId> {
     let directory = Path::new(OsStr::from_bytes(proc::variable(environment, PIPE_DIRECTORY_VARIABLE)?));
     let inside = |pipe: &PathBuf| directory.strip_prefix(pipe).ok();
@@ -559,7 +558,6 @@ mod tests {
         assert_eq!((seen.slices(own).unwrap(), seen.asks_environment()), (None, true));
         assert_eq!(client.command, proc::name(own).unwrap());
         assert!(client.to_string().starts_with(&format!("PID {own} of user ")), "{client}");
-        // A process with the same PID and another start time is another client.
         assert!(mounts.look_at(ProcessId { start_time: process.start_time + 1, ..process }).is_err());
         assert!(mounts.look_at(ProcessId { pid: u32::MAX, ..process }).is_err());
         assert_eq!(ancestors(own).next(), Some(std::os::unix::process::parent_id()));

@@ -25,7 +25,6 @@ pub struct ControlDaemonPlan {
     /// The directory in which the control daemon makes its sockets, and which only root can read. The pipe directory then has a
     /// hard link to the socket for clients. None if the sockets are in the pipe directory.
     pub private_directory: Option<PathBuf>,
-    /// The control daemon's `CUDA_MPS_LOG_DIRECTORY`.
     pub log_directory: PathBuf,
     /// The directory that contains the directories of the control daemon's slices. Each of these has a link to the control
     /// daemon's socket. None if clients have to connect in the pipe directory.
@@ -64,8 +63,8 @@ impl ControlDaemonPlan {
         its.filter_map(|gpu| Some((gpu.uuid.clone(), gpu.id?.to_string()))).collect()
     }
 
-    /// The UUIDs of the GPUs with slices that do not have their planned limits or directories until the control daemon has
-    /// carried out this plan. `before` is the plan that the control daemon has carried out last.
+    /// The UUIDs of the GPUs with slices that wait for new limits or directories until the control daemon has carried out this
+    /// plan. `before` is the plan that the control daemon has carried out last.
     pub fn to_be_set_since<'a>(&'a self, before: &'a Self) -> impl Iterator<Item = &'a str> {
         let waits = |gpu: &&ServedGpu| {
             let Some(known) = before.gpus.iter().find(|known| known.uuid == gpu.uuid) else { return true };
@@ -204,8 +203,8 @@ fn slice_directories(gpus: &[(&GpuPlan, &NvmlFacts)], settings: &Settings) -> Op
     (path < SOCKET_PATH_BYTES).then_some(directories)
 }
 
-/// Plans one control daemon for these GPUs. If `slice` has a slice, the control daemon serves only this slice, and its pipe
-/// directory is the path in `slice`.
+/// Plans one control daemon for these GPUs. If `slice` is set, the control daemon serves only that slice, in the pipe directory
+/// in `slice`.
 fn control_daemon(
     gpus: &[(&GpuPlan, &NvmlFacts)],
     slice: Option<(SliceId, PathBuf)>,
@@ -269,7 +268,7 @@ fn control_daemon(
     })
 }
 
-/// An error if a log directory is at the place of a control daemon's FIFO: that control daemon would write no log.
+/// Fails if a log directory is at the path where a control daemon makes its FIFO, since that control daemon would write no log.
 pub(super) fn each_writes_a_log(
     control_daemons: &[ControlDaemonPlan],
     settings: &Settings,
@@ -345,8 +344,7 @@ mod tests {
     use crate::plan::tests::{facts, h200s, limits, node, plan, with};
     use crate::problem::Origin;
 
-    /// A slice has to wait for the control daemon only if the slice's limits change, and with them the default that the slice
-    /// needs.
+    /// A slice waits for new defaults of the control daemon only if the limits of the slice change too.
     #[test]
     fn a_slice_with_unchanged_limits_waits_for_nothing() {
         let plan_of = |slices: [(u64, u8); 3]| {
@@ -460,7 +458,8 @@ mod tests {
         );
         assert_eq!(plan.control_daemons[0].log_directory, Path::new("/tmp/nvidia-mps/log/GPU-0"));
         assert_eq!(plan.gpus[0].pipe_directory, Path::new("/tmp/nvidia-mps/pipe/GPU-3"));
-        // If each control daemon has one GPU, the limits of the slices are its defaults, so the plan has no warnings.
+        // Each control daemon has one GPU with equal slices. The limits of the slices are therefore the defaults of the control
+        // daemon, and the plan has no warnings.
         assert_eq!(plan.gpus[0].warnings, []);
     }
 
@@ -549,7 +548,6 @@ mod tests {
         assert_eq!(linked(&settings, &inventory), None);
     }
 
-    /// The pipe directory is mounted in containers with everything in it, so a private directory must be outside.
     #[test]
     fn a_private_directory_is_beside_the_pipe_directory() {
         let mut inventory = h200s();
@@ -651,7 +649,6 @@ mod tests {
         assert_eq!(misfit(&daemon.pipe_directory), Some(moves));
     }
 
-    /// A slice is served only after its directory has got a link to the control daemon's socket.
     #[test]
     fn a_gpu_with_new_slices_waits_for_their_directories() {
         let mut inventory = h200s();

@@ -104,8 +104,8 @@ fn as_before(path: &DevicePath, before: &Inventory) -> DevicePath {
     }
 }
 
-/// The GPU that the path named in the former plan. The flag is true if the host does not have the GPU now, so that the GPU's
-/// former facts are returned. None if the path named no GPU, or if another GPU has the GPU's address now.
+/// The GPU that the path named in the former plan. The flag is true if the host does not have the GPU now. The result then has
+/// the facts of the former plan. None if the path named no GPU, or if another GPU has the GPU's address now.
 fn known_before<'a>(
     path: &DevicePath,
     inventory: &'a Inventory,
@@ -221,7 +221,7 @@ mod tests {
         );
     }
 
-    /// The reason names the entries, so that an administrator notices a mistyped type.
+    /// The error names the entries of other types, so that an administrator notices a mistyped type.
     #[test]
     fn if_all_gpus_have_another_use_each_use_is_named() {
         let settings = and_other(no_entries(), Some(pci("1a:00.0")));
@@ -263,7 +263,6 @@ mod tests {
         for (path, found) in golden {
             let expected = format!("devices.yml:2: devices[0].path: {found}; {all}");
             assert_eq!(missing(&with(vec![(path.clone(), 4)]), &inventory), [(true, expected)]);
-            // An entry with a wrong path does not prevent the service from serving the other GPUs.
             let plan = plan(&with(vec![(node(128), 4), (path.clone(), 4)]), &inventory).unwrap();
             assert_eq!((plan.gpus.len(), plan.gpus[0].unusable()), (1, None));
             let [missing] = plan.missing.as_slice() else { panic!("{:?}", plan.missing) };
@@ -273,8 +272,8 @@ mod tests {
                 format!("devices.yml:3: devices[1].path: {found}; {all}")
             );
             assert_eq!(plan.control_daemons[0].gpus.len(), 1);
-            // An entry of the type `NVIDIA_MPS` counts even if its GPU is missing. So the service does not serve all GPUs, as
-            // it would without entries.
+            // An entry of the type `NVIDIA_MPS` counts even if its GPU is missing. Without any entry, the service would serve
+            // all GPUs.
             assert!(plan.configured.may_have("GPU-0") && plan.configured.may_have("GPU-x"));
             assert!(!plan.configured.may_have("GPU-1"));
         }
@@ -332,7 +331,6 @@ mod tests {
         }
     }
 
-    /// With sixteen times as many entries, the CPU time is about sixteen times as long, not 256 times.
     #[test]
     fn the_time_grows_with_the_number_of_entries_and_not_with_its_square() {
         let inventory = without_driver(h200s());

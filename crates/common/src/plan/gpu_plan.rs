@@ -59,7 +59,6 @@ impl GpuPlan {
         u32::try_from(self.sizes.len()).unwrap_or(u32::MAX)
     }
 
-    /// The size of the slice with this ordinal. All values are zero if the slice does not exist.
     pub fn size(&self, ordinal: u32) -> SliceSize {
         usize::try_from(ordinal).ok().and_then(|ordinal| self.sizes.get(ordinal)).copied().unwrap_or_default()
     }
@@ -73,7 +72,6 @@ impl GpuPlan {
         self.sizes.iter().all(|size| Some(size) == self.sizes.first())
     }
 
-    /// The most clients that the slice with this ordinal may have. None if the service can't count the GPU's clients.
     pub fn max_clients(&self, ordinal: u32) -> Option<u32> {
         self.clients_counted.then(|| self.size(ordinal).max_clients)
     }

@@ -81,7 +81,7 @@ pub(super) fn gpu_plan(wanted: &ConfiguredGpu<'_>, settings: &Settings, inventor
 }
 
 /// The obstacle that processes without MPS prevent the start of a server on the GPU. None if there is no process without MPS,
-/// or if the GPU's compute mode admits them beside a server.
+/// or if the GPU's compute mode admits these processes beside a server and the service does not change the mode.
 fn held(facts: &NvmlFacts, settings: &Settings) -> Option<NamedProblem> {
     let exclusive = facts.state.compute_mode.is_some_and(ComputeMode::is_exclusive);
     if facts.state.foreign_processes.is_empty() || !(settings.supervision.set_compute_mode || exclusive) {
@@ -98,7 +98,8 @@ fn held(facts: &NvmlFacts, settings: &Settings) -> Option<NamedProblem> {
     Some(NamedProblem::new(HELD, found, format!("end these processes: kill {pids}", pids = pids.join(" "))))
 }
 
-/// The obstacle that each slice of the GPU should have a control daemon of its own, but can't. None if each can.
+/// The obstacle that each slice of the GPU should have a control daemon of its own, but can't have it. None if each slice can
+/// have one.
 fn inseparable(
     gpu: &Gpu,
     facts: &NvmlFacts,

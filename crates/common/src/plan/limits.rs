@@ -66,7 +66,7 @@ pub fn context_mib(thread_percentage: u8) -> RangeInclusive<u64> {
 }
 
 /// The problem of an entry that asks for more memory than the GPU has, or for too little memory for a client of a slice. The
-/// result has the key that must be changed. None if the sizes are possible.
+/// result also has the key that the administrator must change. None if the sizes are possible.
 pub(super) fn wrong_size(
     gpu: &Gpu,
     keys: &MpsEntry,
@@ -84,7 +84,6 @@ pub(super) fn wrong_size(
         .or_else(|| too_much(gpu, total, keys, &describe_memory(facts, total)))
 }
 
-/// The problem of an entry that gives a slice less memory than the CUDA context of one client needs, with the entry's key.
 fn too_little(
     gpu: &Gpu,
     total: u64,
@@ -115,7 +114,6 @@ fn too_little(
     Some((key, Problem::new(found, "write a larger number of MiB, or a size with its unit, such as 20GiB")))
 }
 
-/// The problem of an entry that asks for more memory than the GPU has, with the entry's key.
 fn too_much(gpu: &Gpu, total: u64, keys: &MpsEntry, described: &str) -> Option<(&'static str, Problem)> {
     let (slices, address) = (keys.slices, gpu.pci.address);
     let share = memory_mib(total, slices);

@@ -52,7 +52,7 @@ pub(super) fn find<'a>(path: &DevicePath, inventory: &'a Inventory) -> Result<&'
     gpu.ok_or_else(|| not_nvidia(path.to_string(), device, inventory))
 }
 
-/// True if the path may name this GPU, since the host does not report this kind of name for the GPU.
+/// True if the path may name this GPU: the path has a kind of name that the host does not report for the GPU.
 pub(super) fn can_be(path: &DevicePath, gpu: &Gpu) -> bool {
     match path {
         DevicePath::RenderNode(_) => gpu.pci.render_node.is_none(),
@@ -285,7 +285,6 @@ mod tests {
             |plan: &Plan| plan.gpus.iter().map(|gpu| gpu.gpu.pci.address.to_string()).collect::<Vec<_>>();
         let before = plan(&settings, &alone).unwrap();
         assert_eq!(served(&before), ["0001:1a:00.0"]);
-        // An address with a domain does not match another domain.
         assert_eq!(missing(&with(vec![(pci("1a:00.0"), 4)]), &alone).len(), 1);
         // An address without a domain means the GPU in domain 0000, if there is such a GPU.
         let both = host(vec![gpu("0000:1a:00.0", 129, "GPU-0", 122_880, (9, 0)), one.clone()]);
@@ -340,7 +339,6 @@ mod tests {
                 !certain && reason.contains("0000:1c:00.0") && reason.contains("GPU is lost"),
                 "{reason}"
             );
-            // The wrong path of one entry does not prevent the service from serving the other GPU.
             let both = plan(&with(vec![(node(128), 4), (path, 4)]), &inventory).unwrap();
             assert_eq!((both.gpus.len(), both.missing.len(), both.control_daemons.len()), (1, 1, 1));
         }

@@ -114,13 +114,12 @@ pub fn write(directory: &Path, spec: &str) -> Result<(), Problem> {
     written.map_err(|error| format!("{}: can't be written: {error}", file.display()).into())
 }
 
-/// The present content of the file. None if the file can't be read, or is a symbolic link.
+/// The present content of the file. None if the file can't be read, or is no regular file.
 fn read(file: &Path) -> Option<Vec<u8>> {
     fs::symlink_metadata(file).ok().filter(fs::Metadata::is_file)?;
     regular_file::read(file, MAX_BYTES).ok()
 }
 
-/// A missing file is no error.
 pub fn remove(file: &Path) -> Result<(), Problem> {
     match rustix::fs::unlink(file) {
         Ok(()) | Err(Errno::NOENT | Errno::NOTDIR) => Ok(()),

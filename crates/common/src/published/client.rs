@@ -4,7 +4,8 @@ use mps_core::register::KnownClient;
 
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct ClientView {
-    /// The process. Of the process's slices, only the slices on the GPU `gpu_uuid` are in this field.
+    /// The process, without its slices on other GPUs than `gpu_uuid`. All slices are included if the process uses no GPU yet,
+    /// or if only its environment names the slices.
     pub client: KnownClient,
     pub bypass: bool,
     /// True if the process waits for an MPS server, and uses no GPU yet.

@@ -68,8 +68,8 @@ impl ContainerConfig {
         devices_in(&self.environment)
     }
 
-    /// The same settings, but with a path for each slice's directory that no other slice uses. So a container can get the
-    /// settings of several slices.
+    /// Gives each slice's directory a path in the container that no other slice uses. So a container can combine the settings
+    /// of several slices.
     #[must_use]
     pub fn at_own_places(mut self) -> Self {
         for mount in self.mounts.iter_mut().filter(|mount| mount.container == SLICE_DIRECTORY) {
@@ -87,8 +87,8 @@ fn own_place(directory: &str) -> String {
     format!("{SLICE_DIRECTORY}-{name}")
 }
 
-/// True for the variables that choose the GPUs of a container. NVIDIA's own CDI devices choose the GPUs too, and a container
-/// with both would get the GPU twice.
+/// True for the variables that choose the GPUs of a container. A container with NVIDIA's own CDI devices must not have these
+/// variables, since it would get each GPU twice.
 pub fn gives_gpus(name: &str) -> bool {
     [VISIBLE_DEVICES, DRIVER_CAPABILITIES].contains(&name)
 }
@@ -223,8 +223,8 @@ pub fn container_config(
     Ok(ContainerConfig { environment: environment.into_iter().map(variable).collect(), mounts, gpus: uuids })
 }
 
-/// The container's programs connect to the control daemon in the first directory. By the other directories, the service knows
-/// which slices the container has.
+/// The mounts of the slices' directories. The container's programs connect to the control daemon in the first directory. The
+/// other mounts show the service which slices the container has.
 fn slice_mounts(directories: Vec<PathBuf>) -> Vec<Mount> {
     let mounts = directories.into_iter().enumerate().map(|(number, host)| {
         let host = text(&host);
@@ -268,8 +268,8 @@ fn memory_limits(gpus: &[(&GpuView, SliceSize)]) -> String {
 }
 
 /// The variables with the memory that one process can use on each of these GPUs, in MiB and as a fraction of the GPU's memory.
-/// Without the fraction if NVML does not report the memory of a GPU. Empty if the CUDA context of a process uses all memory of
-/// a slice.
+/// The fraction is omitted if NVML does not report the memory of a GPU. The result is empty if the CUDA context of a process
+/// uses all memory of a slice.
 fn usable_memory(gpus: &[(&GpuView, SliceSize)]) -> Vec<(&'static str, String)> {
     let usable = |(gpu, size): &(&GpuView, SliceSize)| {
         let beside_context = size.memory_mib.checked_sub(*context_mib(size.thread_percentage).end());
@@ -300,7 +300,6 @@ mod tests {
     use crate::published::samples::{gpu, snapshot};
     use mps_core::bindings::{Bindings, BoundBy};
 
-    /// The settings for a program with an unknown control group, on a host without bindings.
     fn container_config(snapshot: &Snapshot, names: &[&str]) -> Result<ContainerConfig, RequestError> {
         let names: Vec<String> = names.iter().map(|name| (*name).to_owned()).collect();
         let asker = Asker { control_group: None, by: BoundBy::Platform, shares: false };

@@ -14,7 +14,6 @@ pub struct ControlDaemonView {
     pub state: ControlDaemonState,
     /// The reason for the state. Empty if the control daemon is ready.
     pub reason: String,
-    /// None if the control daemon does not run.
     pub pid: Option<u32>,
     pub servers: Vec<u32>,
     pub pipe_directory: PathBuf,

@@ -15,15 +15,15 @@ use crate::published::snapshot::{GpuView, Snapshot};
 
 const REASONS: usize = 2;
 
-/// The slices that a caller can get, best first: all slices of the host, or the slices that match one of `names`. A name is
-/// that of a slice or a GPU, or a part of a model's name.
+/// The slices that a caller can get, best first: all slices of the host, or the slices that match one of `names`. Each name is
+/// the name of a slice or a GPU, or a part of the name of a GPU model.
 ///
 /// The slice with the fewest clients comes first. Slices with equal numbers are sorted by the number of clients on their GPU,
 /// then by the order of the configuration. `recent` has the slices that were just handed out. Each of its entries counts as one
 /// more client, since a program becomes a client only when it starts to use CUDA.
 ///
-/// The second part of each result is the slice's limit of clients, if the slice has as many clients already, and None
-/// otherwise. Fails if a name is unknown, or if the GPUs are not known yet.
+/// The second part of each result is None if the slice has room for a client. Otherwise it is the most clients that the slice
+/// may have. Fails if a name is unknown, or if the GPUs are not known yet.
 pub fn candidates(
     snapshot: &Snapshot,
     names: &[String],
@@ -119,8 +119,8 @@ fn obstacle_in_words(obstacle: &Obstacle) -> String {
     }
 }
 
-/// The reasons why the slices of a GPU were refused, in words. The text names at most `REASONS` different reasons. Slices of
-/// one GPU can have different reasons if each has its own control daemon.
+/// Describes why the slices of a GPU were refused. The text names at most `REASONS` different reasons. Slices of one GPU can
+/// have different reasons if each has its own control daemon.
 fn reasons_of(gpu: &GpuView, reasons: &BTreeMap<String, usize>) -> String {
     let mut named: Vec<String> = match reasons.keys().next() {
         Some(only) if reasons.len() == 1 => vec![only.clone()],

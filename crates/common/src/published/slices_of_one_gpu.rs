@@ -5,7 +5,7 @@ use std::collections::BTreeMap;
 
 use mps_core::terms::DeviceName;
 
-/// The GPUs of which `devices` names several slices, with these slices. `devices` has the form of `YUNION_MPS_DEVICE`:
+/// Each GPU of which `devices` names several slices, with these slices. `devices` has the form of `YUNION_MPS_DEVICE`:
 /// published names, separated by commas, each once. The name of a GPU stands for one slice of the GPU.
 pub fn given_several(devices: &str) -> BTreeMap<&str, Vec<&str>> {
     let mut by_gpu: BTreeMap<&str, Vec<&str>> = BTreeMap::new();

@@ -67,7 +67,7 @@ pub struct Snapshot {
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct GpuView {
     pub plan: GpuPlan,
-    /// True if a client that starts now is served with the planned limits. Drained slices do not matter here.
+    /// True if a client that starts now is served with the planned limits, in any slice that is not drained.
     pub healthy: bool,
     /// The reason why clients are not served on the GPU, or a warning. Empty if there is neither.
     pub reason: String,
@@ -77,7 +77,6 @@ pub struct GpuView {
     pub compute_mode: Option<ComputeMode>,
     pub control_daemons: Vec<String>,
     pub confirmed_thread_percentage: Option<u8>,
-    /// The memory limit of a slice that a running server has confirmed, in MiB.
     pub confirmed_memory_limit_mib: Option<u64>,
     pub drained: BTreeSet<u32>,
     pub bound: BTreeMap<u32, BoundSlice>,
@@ -104,7 +103,7 @@ pub struct BoundSlice {
 }
 
 impl Snapshot {
-    /// Every slice: the GPU, and the slice's ordinal on the GPU. In the order of the configuration, then of the ordinals.
+    /// All slices, each as its GPU and its ordinal on the GPU. The GPUs have the order of the configuration.
     pub fn slices(&self) -> impl Iterator<Item = (&Arc<GpuView>, u32)> {
         slices_of(self.gpus.as_deref().unwrap_or_default())
     }
@@ -144,12 +143,12 @@ impl GpuView {
         self.slice_served(ordinal) && !self.drained.contains(&ordinal)
     }
 
-    /// True if the clients of the slice are served with the slice's limits. A drain does not matter for present clients.
+    /// True if the clients of the slice are served with the slice's limits. The result can be true for a drained slice, which
+    /// still serves its present clients.
     pub fn slice_served(&self, ordinal: u32) -> bool {
         self.healthy && !self.unserved.contains_key(&ordinal)
     }
 
-    /// The reason why clients of the slice are not served, or a warning. Empty if there is neither.
     pub fn slice_reason(&self, ordinal: u32) -> String {
         let drained = self.drained.contains(&ordinal).then(|| drained(&self.slice_name(ordinal)).to_string());
         let over = self.overuse(ordinal).map(|overuse| format!("over its budget: {overuse}"));
@@ -158,7 +157,7 @@ impl GpuView {
         joined(full.into_iter().chain(drained).chain(unserved).chain(over), &self.reason)
     }
 
-    /// The published reason of the GPU, with the numbers of slices that are drained, not served, or over their budgets.
+    /// The published reason of the GPU. The text adds the slices that are drained, full, not served, or over their budgets.
     pub fn gpu_reason(&self) -> String {
         let drained = self.drained.len();
         let drained = (drained > 0)
@@ -169,8 +168,8 @@ impl GpuView {
         joined(of_slices.chain(full), &self.reason)
     }
 
-    /// The number of slices that are not served although the GPU can be served, with the reason of the first slice, in words.
-    /// None if there are no such slices.
+    /// Names the first slice that is not served although the GPU can be served, with the reason, and counts the further slices.
+    /// None if all slices are served.
     pub fn unserved(&self) -> Option<String> {
         let (ordinal, why) = self.unserved.first_key_value()?;
         let more = match self.unserved.len().saturating_sub(1) {
@@ -189,7 +188,6 @@ impl GpuView {
         }
     }
 
-    /// The id of the control daemon that serves a slice. Empty if no control daemon serves the slice.
     pub fn control_daemon(&self, ordinal: u32) -> &str {
         let name = self.slice_name(ordinal);
         let serves = |id: &&String| self.plan.isolation == Isolation::Gpu || **id == name;

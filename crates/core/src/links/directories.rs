@@ -50,15 +50,15 @@ pub trait ClosedSlices {
 
 /// The directories on the host. Each call takes effect at once.
 pub trait Directories<D> {
-    /// Finds the socket that the control daemon has made. None if the socket does not exist. The methods below that make links
-    /// make them to the socket that was found last.
+    /// Finds the socket that the control daemon has made. None if the socket does not exist. [`Self::lead_pipe`] and
+    /// [`Self::lead_slice`] then make links to this socket.
     ///
     /// # Errors
     /// The directory of the socket can't be used.
     fn find_socket(&mut self) -> Result<Option<SocketId>, Bad>;
 
     /// Finds the waiting socket, or makes it. The waiting socket listens, but no process accepts connections, so a program that
-    /// connects to it waits. Later calls make links to the socket that was found last.
+    /// connects to it waits. [`Self::lead_pipe`] and [`Self::lead_slice`] then make links to this socket.
     ///
     /// # Errors
     /// The socket can't be made.

@@ -76,9 +76,8 @@ enum LinkTarget {
 }
 
 impl<D: Clone + PartialEq> WantedLinks<D> {
-    /// Returns whether the slice with this directory should have a link to a control daemon with these GPUs. `gpus` does not
-    /// have the GPUs that another control daemon still has, since the links of their slices must point to the other control
-    /// daemon.
+    /// Returns whether the slice with this directory should have a link to a control daemon with these GPUs. `gpus` omits the
+    /// GPUs that another control daemon still has: the links of their slices must point to that control daemon.
     fn leads(&self, directory: &str, gpus: &BTreeSet<GpuUuid>) -> bool {
         !self.retiring && self.slices.get(directory).is_some_and(|gpu| gpus.contains(gpu))
     }
@@ -90,8 +89,8 @@ impl<D: Clone + PartialEq> WantedLinks<D> {
     }
 }
 
-/// The wanted state of the link in `directory`, which is the name of a slice's directory. `gpus` are the GPUs of the running
-/// control daemon.
+/// Decides if the slice's directory with the name `directory` should have a link. `gpus` are the GPUs of the running control
+/// daemon.
 fn target<D: Clone + PartialEq>(
     directory: &str,
     wanted: Option<&WantedLinks<D>>,
@@ -116,8 +115,6 @@ fn pipe_leads<D>(wanted: Option<&WantedLinks<D>>, closed: &impl ClosedSlices) ->
 }
 
 impl<D: Clone + PartialEq> Links<D> {
-    /// The links to the control daemon of an order, which may run already. Without an order the existing links stay, except for
-    /// the links of closed slices.
     pub fn new(wanted: Option<WantedLinks<D>>, running: Option<Linked<D>>) -> Self {
         Self {
             wanted,
@@ -136,7 +133,7 @@ impl<D: Clone + PartialEq> Links<D> {
         }
     }
 
-    /// Sets the links of a new order. Returns false if they are the same as before.
+    /// Sets the links of a new order. Returns false if the order asks for the same links as before.
     pub fn pursue(&mut self, wanted: WantedLinks<D>) -> bool {
         if self.wanted.as_ref() == Some(&wanted) {
             return false;
@@ -233,7 +230,6 @@ impl<D: Clone + PartialEq> Links<D> {
         }
     }
 
-    /// The places that should have had a link after the last [`Links::apply`] and had none, each with the reason.
     pub fn missing(&self) -> &BTreeMap<Way, String> {
         &self.missing
     }
@@ -429,9 +425,10 @@ impl<D: Clone + PartialEq> Links<D> {
         names
     }
 
-    /// Records `led`, the result of an attempt to make the link in the place `way`. `led` is None if no attempt was made; a
-    /// link that existed then still exists. If the link points to the control daemon, or will again after the wait, the place
-    /// is added to `lead`. The error is the reason why the place has no link, or None if the place has no link yet.
+    /// Records `led`, the result of an attempt to make the link in the place `way`. `led` is None if there was no attempt; an
+    /// existing link then still exists. Adds the place to `lead` if its link points to the control daemon, or did so before it
+    /// was turned to the waiting socket. The error is the reason why the place has no link, or None if there was no attempt to
+    /// make it.
     fn way(
         &mut self,
         way: Way,
@@ -480,8 +477,8 @@ mod tests {
     const DIRECTORY: &str = "00_06.0-1";
     const GPU: &str = "GPU-1";
 
-    /// The names of the closed slices' directories, and true if all slices are closed. In this test, a slice's directory begins
-    /// with `00_`.
+    /// The names of the closed slices' directories, and true if all slices are closed. In this test, the names of slices'
+    /// directories begin with `00_`.
     struct Names(&'static [&'static str], bool);
 
     impl ClosedSlices for Names {
@@ -510,7 +507,6 @@ mod tests {
         let table = [
             (Some(&serving), LinkTarget::Leads),
             (Some(&retiring), LinkTarget::NotHere),
-            // Without an order, the existing links stay.
             (None, LinkTarget::Leads),
         ];
         for (wanted, open) in table {

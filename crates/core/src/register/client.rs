@@ -91,7 +91,6 @@ pub struct KnownClient {
     pub process: ProcessId,
     /// The name of the process's user, or the user id if the user has no name. None if the user is not known.
     pub user: Option<String>,
-    /// None if the tenant is not known.
     pub tenant: Option<Tenant>,
     /// The process's container, with its names on the platform. None if the host agent's records do not have the container.
     pub guest: Option<GuestContainer>,
@@ -101,9 +100,7 @@ pub struct KnownClient {
     pub container: Option<String>,
     /// The process's container in the host agent's records, while the service still has to bind it to slices. None otherwise.
     pub recorded: Option<RecordedContainer>,
-    /// None if the slices are not known.
     pub slices: Option<Membership>,
-    /// The commands that a control daemon accepts from the process. None if they are not known.
     pub may_command: Option<MayCommand>,
     /// The name of the process's program, at most 15 characters.
     pub command: String,

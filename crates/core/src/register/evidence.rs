@@ -84,8 +84,8 @@ impl Membership {
         gpus.len() < self.slices.len()
     }
 
-    /// Only the slices that the process claims in its environment. On a GPU without a claimed slice, all slices of the process
-    /// stay.
+    /// Keeps only the slices that the process claims in its environment. On a GPU without a claimed slice, all slices of the
+    /// process stay.
     fn chosen_by(self, claim: &[DeviceName]) -> Self {
         let is_chosen = |gpu| self.slices.iter().any(|one| one.gpu() == gpu && claim.contains(one));
         let counts = |one: &&DeviceName| claim.contains(one) || !is_chosen(one.gpu());
@@ -135,7 +135,6 @@ impl Evidence {
         Membership::of(bound.slices.iter().chain(more).copied(), bound.known_by)
     }
 
-    /// Returns whether the environment of the process can decide its slices.
     pub fn asks_environment(&self) -> bool {
         match self.certain() {
             None => self.mounted.is_none(),

@@ -1,5 +1,6 @@
 //! The register of clients: the process, the owner and the slices of each client. The service examines processes to fill the
-//! register. Messages, answers and requests about clients all use the register, so that they agree.
+//! register. Messages, answers and requests about clients all use the register, so that all name the same owner and slices of a
+//! client.
 //!
 //! The register has a client from the first line of the control daemon's log about the client until some time after the
 //! client's end, since most messages about a client are written after its end. A running process replaces an ended process with
@@ -35,8 +36,8 @@ const MOST: usize = 8 * KEPT;
 /// examination the directory of its slice may have been missing, or its container may not have been recorded yet.
 const AGAIN: Duration = Duration::from_secs(60);
 
-/// The time for which the register has a client that the control daemon's log names and the control daemon itself does not
-/// list. A control daemon lists a new client within milliseconds.
+/// A client from the control daemon's log is removed after this time if the control daemon does not list the client. A control
+/// daemon lists a new client within milliseconds.
 const LISTED_AFTER: Duration = Duration::from_secs(1);
 
 // Each bool is an independent fact, so an enum can't replace the bools.
@@ -71,8 +72,6 @@ impl RegisteredClient {
         }
     }
 
-    /// Returns whether the process should be examined again: it was never examined, or the last examination was long ago and
-    /// its slice is still not known with certainty.
     fn is_old(&self, now: CoreTime) -> bool {
         let is_certain = self.client.slices.as_ref().is_some_and(|its| its.known_by.is_certain());
         self.answered.is_none_or(|at| !is_certain && now >= at + AGAIN)
@@ -102,10 +101,10 @@ pub struct Register {
 }
 
 impl Register {
-    /// Records that the log reports a new client of a control daemon. `running` is the process that has the PID now. If the
-    /// process has already ended, `running` is None. The register's client with this PID then stays if this client has work, or
-    /// if no line of the log has named it so far: the service may have examined a process before it read the line about the
-    /// process. Any other client with this PID is removed, since the new client is another process.
+    /// Records that the log reports a new client of a control daemon. `running` is the process that has the PID now, or None if
+    /// the process has already ended. If the process has ended, an older client with this PID is removed, since the new client
+    /// is another process. The older client stays if it still has work. It also stays if the log has not named it yet, since
+    /// the service may have examined the new client before it read the log.
     pub fn came(&mut self, daemon: &DaemonId, pid: u32, running: Option<ProcessId>, now: CoreTime) {
         let served = self.served.entry(daemon.clone()).or_default();
         if served.len() >= MOST {
@@ -177,7 +176,6 @@ impl Register {
         self.want(listed.into_keys(), now);
     }
 
-    /// The clients of all control daemons, each with its control daemon, its process, and the GPUs that it is known to use.
     pub fn served(&self) -> Vec<(DaemonId, ProcessId, BTreeSet<GpuUuid>)> {
         let all = self.served.iter().flat_map(|(daemon, served)| served.iter().map(move |one| (daemon, one)));
         let known = all.filter_map(|(daemon, (pid, client))| {
@@ -190,7 +188,6 @@ impl Register {
         self.served.get(daemon).is_some_and(|served| !served.is_empty())
     }
 
-    /// The PIDs of a control daemon's clients, except for clients that a fatal GPU error has hit.
     pub fn at_work(&self, daemon: &DaemonId) -> Vec<u32> {
         let served = self.served.get(daemon).into_iter().flatten();
         served.filter(|(_, client)| !client.is_hit).map(|(pid, _)| *pid).collect()
@@ -216,8 +213,6 @@ impl Register {
         }
     }
 
-    /// The register's entry for a running process. If the register has no entry for the process, a new entry is made. None if
-    /// the register has no entry and is full.
     fn entry_or_new(&mut self, process: ProcessId) -> Option<&mut RegisteredClient> {
         let has_room = self.clients.len() < MOST;
         match self.clients.entry(process.pid) {
@@ -265,8 +260,8 @@ impl Register {
         }
     }
 
-    /// Records the result of an examination. None means that the process has ended, or that the examination has hung; the known
-    /// facts then stay. A result without slices does not remove the known slices, since a process that is just ending has no
+    /// Records the result of an examination. If `found` is None, the process has ended or the examination has hung, and the
+    /// known facts stay. A result without slices does not remove the known slices, since a process that is just ending has no
     /// environment any more. The known slices are removed only if [`Register::look_again`] has reported that slices may have
     /// changed. Returns whether the result is new.
     pub fn answer(&mut self, process: ProcessId, found: Option<KnownClient>, now: CoreTime) -> bool {
@@ -293,7 +288,6 @@ impl Register {
         self.clients.get(&pid).map(|entry| &entry.client)
     }
 
-    /// Returns whether an examination of this process has found all facts.
     pub fn has_found(&self, process: ProcessId) -> bool {
         let entry = self.clients.get(&process.pid).filter(|entry| entry.client.process == process);
         entry.is_some_and(|entry| entry.is_found)
@@ -312,7 +306,8 @@ impl Register {
         self.clients.len() >= KEPT
     }
 
-    /// If the register is full, removes clients that have ended, the oldest first. `runs` returns whether a process still runs.
+    /// If the register has `KEPT` clients or more, removes clients that have ended, the oldest first. `runs` returns whether a
+    /// process still runs.
     pub fn make_room(&mut self, runs: impl Fn(ProcessId) -> bool) {
         if !self.is_full() {
             return;
@@ -374,7 +369,6 @@ mod tests {
         // A new process with the same PID replaces the client. No fact about the old client counts for the new process.
         register.came(&DaemonId::Shared, 7, Some(process(7, 2)), NOW);
         assert_eq!(register.describe(7), "PID 7 of an unknown user");
-        // An answer about the old process changes nothing for the new process.
         _ = register.answer(one.process, Some(one), NOW);
         assert_eq!(register.describe(7), "PID 7 of an unknown user");
         assert_eq!(register.begin_look(), [process(7, 2)]);
@@ -417,7 +411,6 @@ mod tests {
         register.listed(shared, listed(&[process(8, 2), process(9, 1)]), later);
         let served: Vec<ProcessId> = register.served().into_iter().map(|(_, process, _)| process).collect();
         assert_eq!(served, [process(8, 2), process(9, 1)], "another process has the PID of one");
-        // If the control daemon lists a client without the client's GPUs, the known GPUs of the client stay.
         register.listed(shared, [(process(9, 1), BTreeSet::new())].into(), later + LISTED_AFTER);
         assert_eq!(
             register.served(),
@@ -450,12 +443,10 @@ mod tests {
         register.first_answer(client(its, "alice", None));
         _ = register.answer(its, None, NOW);
         assert_eq!(slices(&register), Some(slice("00:06.0-1", KnownBy::Environment)));
-        // After a call of `look_again`, an examination can remove a slice.
         register.look_again();
         register.begin_look();
         _ = register.answer(its, Some(client(its, "alice", None)), NOW);
         assert_eq!(slices(&register), None);
-        // Without a call of `look_again`, an examination does not remove a known slice.
         register.want_anew([its]);
         register.begin_look();
         _ = register.answer(its, Some(client(its, "alice", Some(slice("00:06.0-2", KnownBy::Bound)))), NOW);

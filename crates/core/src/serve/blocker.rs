@@ -1,5 +1,5 @@
 //! The blockers of a running control daemon: the reasons why it does not serve its order. The kind of a blocker decides which
-//! part of the code clears it, and which state is published. `docs/architecture.md` has the diagram.
+//! part of the code clears it, and which state is published. `docs/architecture.md` shows the states and blockers in a diagram.
 
 use alloc::format;
 use alloc::string::String;
@@ -38,7 +38,7 @@ pub(super) enum Blocker {
     Misfit(String),
 }
 
-/// The part of the code that clears a blocker. The blockers that the first variant clears are the gravest.
+/// The part of the code that clears a blocker. The variants are in the order of gravity: `Healing` clears the gravest blocker.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub(super) enum ClearedBy {
     Healing,
@@ -109,7 +109,8 @@ pub(super) enum Change {
     AnswersAgain,
 }
 
-/// The present blockers, the gravest first. Each kind of blocker appears once, except for bad directories.
+/// The present blockers, the gravest first. There is at most one blocker of each kind, except that each bad directory has its
+/// own.
 #[derive(Debug, Default)]
 pub(super) struct Blockers(Vec<Blocker>);
 
@@ -196,8 +197,6 @@ impl Blockers {
         })
     }
 
-    /// The time at which the next server should start, and the reason why the last server has ended. None if no start is
-    /// planned.
     pub(super) fn revival(&self) -> Option<(CoreTime, &str)> {
         self.0.iter().find_map(|one| match one {
             Blocker::ServerEnded { reason, revive_at } => Some((*revive_at, reason.as_str())),
@@ -215,9 +214,9 @@ impl Blockers {
         Some(self.describe(blocker.cleared_by()))
     }
 
-    /// Publishes the state of a running control daemon. If no blocker exists and the control daemon does not have its limits
-    /// and a server yet, the published state does not change. `clients_unknown` is the reason why the service can't find out if
-    /// the control daemon has clients.
+    /// Publishes the state of a running control daemon. Without a blocker, the published state changes only once the control
+    /// daemon has its limits and a server. `clients_unknown` is the reason why the service can't find out if the control daemon
+    /// has clients.
     pub(super) fn show(&self, view: &mut DaemonView, progress: Progress, clients_unknown: Option<&str>) {
         let Progress { configured, in_place, leads, retiring } = progress;
         (view.ends_when_idle, view.retiring) = (self.ends_when_idle(), retiring);
@@ -259,7 +258,8 @@ impl Blockers {
             )
         });
         let unknown = unknown.unwrap_or_default();
-        // A control daemon with a misfit still serves its clients, until a check finds that the control daemon has no client.
+        // A control daemon that does not fit its order still serves clients. The service ends the control daemon once a check
+        // finds no client.
         let misfit = matches!(gravest, Some(Blocker::Misfit(_)));
         let may_serve = configured && (misfit || gravest.is_none());
         if may_serve && !leads && !retiring {
@@ -282,7 +282,6 @@ impl Blockers {
 #[allow(clippy::struct_excessive_bools)]
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Progress {
-    /// True once the control daemon has its limits and a server.
     pub(super) configured: bool,
     /// True if the control daemon uses the pipe directory that the order names.
     pub(super) in_place: bool,
@@ -325,8 +324,7 @@ mod tests {
         Blocker::ServerEnded { reason: "server 9 has ended".to_owned(), revive_at: NOW }
     }
 
-    /// The view of a control daemon with these blockers. Before the blockers are applied, the state is `Stopping`. The result
-    /// still has this state if the blockers have not changed the state.
+    /// The view of a control daemon with these blockers. The state is `Stopping` if `show` has not changed the state.
     fn view(blockers: &Blockers, progress: Progress) -> DaemonView {
         let mut view = DaemonView { state: ControlDaemonState::Stopping, ..DaemonView::default() };
         blockers.show(&mut view, progress, None);

@@ -34,7 +34,6 @@ impl Bypasses {
         unconfirmed.map(|(since, _)| *since + CONFIRM_AFTER).min()
     }
 
-    /// The processes on a GPU that a second scan has confirmed.
     pub(super) fn confirmed(&self, gpu: &str) -> BTreeSet<ProcessId> {
         let confirmed = self.0.iter().filter(|((on, _), (_, confirmed))| on == gpu && *confirmed);
         confirmed.map(|((_, process), _)| *process).collect()

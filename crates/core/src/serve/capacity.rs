@@ -23,7 +23,7 @@ const PERIOD: Duration = Duration::from_secs(5);
 /// The last line in the log about a refused client, and if the service still trusts this line.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 enum Refusal {
-    /// No client was refused since a client has last ended.
+    /// No client was refused since the last end of a client.
     #[default]
     None,
     /// A server has refused a client, since the server already had this number of clients.
@@ -36,7 +36,7 @@ enum Refusal {
 #[derive(Debug, Default)]
 pub(super) struct Capacity {
     refusal: Refusal,
-    /// The number of clients at the last count since a server has refused a client.
+    /// The number of clients at the last count. 0 between a refusal and the first count after it.
     counted: usize,
     /// The full GPUs by UUID, each with the number of clients that it can have.
     full: BTreeMap<String, u32>,
@@ -93,7 +93,6 @@ impl Capacity {
         }
     }
 
-    /// The reason why a GPU takes no more clients, in words. Empty while the GPU takes clients.
     pub(super) fn full(&self, uuid: &str) -> String {
         let describe = |most: &u32| {
             format!("full: all {most} places for clients are taken; the next client gets CUDA error 46")
@@ -143,7 +142,7 @@ impl Capacity {
         changed
     }
 
-    /// Sets the moment of the next count. While a GPU is full, the next count follows after [`PERIOD`].
+    /// While a GPU is full, plans the next count after [`PERIOD`].
     fn wait(&mut self, now: CoreTime) {
         self.due = (!self.full.is_empty()).then(|| now + PERIOD);
     }

@@ -82,8 +82,6 @@ impl<S: Shell> Serving<'_, S> {
         Ok(None)
     }
 
-    /// Reads the GPUs of the order. If the control daemon ends before a GPU has answered, the result is the failure that
-    /// describes the end.
     pub(super) async fn read_gpus(&mut self) -> Result<ProcessesOnGpus, Failure> {
         match self.reach.look(&mut self.shell, &self.wanted).await {
             Some(there) => Ok(there),
@@ -185,8 +183,6 @@ impl<S: Shell> Serving<'_, S> {
         other.is_some()
     }
 
-    /// Makes sure that clients of every user can reach the control daemon's socket. Each directory that some users can't pass
-    /// becomes a blocker.
     pub(super) fn let_users_in(&mut self) {
         for bad in self.shell.let_users_in() {
             self.run.blockers.put(Blocker::BadDirectory(bad));

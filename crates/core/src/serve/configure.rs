@@ -88,8 +88,8 @@ impl<S: Shell> Serving<'_, S> {
         Ok(())
     }
 
-    /// Sets the defaults, makes the links for clients, and sets the limits of each server. A server may run already, may just
-    /// be starting, or is started here before the first client comes.
+    /// Sets the defaults, makes the links for clients, and sets the limits of each running server. If the order asks for a
+    /// server before the first client, and no server runs, starts a server.
     async fn put_in_force(&mut self, limits: &Limits) -> Result<(), Failure> {
         let prewarm = self.run.multiuser && self.wanted.prewarm;
         let starts = prewarm && self.run.servers.alive().is_empty();
@@ -178,7 +178,6 @@ impl<S: Shell> Serving<'_, S> {
         ))
     }
 
-    /// Records a blocker if the running control daemon can't serve the order.
     pub(super) fn find_misfit(&mut self) {
         let misfit = if self.wanted.retiring {
             Some("this control daemon is no longer needed".to_owned())

@@ -30,8 +30,8 @@ impl Failing {
         Self { reason: failure.into_text(), state, waits, before: view.reason.clone() }
     }
 
-    /// Adds to the reason the programs because of which the service does not end the control daemon: its clients, or programs
-    /// without MPS that prevent the start of its server.
+    /// Adds the programs that use the control daemon or its GPUs to the reason: the clients for which the control daemon keeps
+    /// running, or the programs without MPS that prevent the start of its server.
     pub fn add(&mut self, judged: &Judged) {
         match judged {
             Judged::Ended(_) | Judged::Idle => {}
@@ -54,7 +54,6 @@ impl Failing {
         (self.before != self.reason).then(|| (self.state == ControlDaemonState::Waiting, text()))
     }
 
-    /// Records in the view that the control daemon has ended with this failure.
     pub fn end(&self, view: &mut DaemonView) {
         view.pass_through(self.state, false, &self.reason);
         view.has_ended();

@@ -93,9 +93,8 @@ pub fn next_step(server: ServerStatus, age: Duration, grace: Duration) -> HealSt
     }
 }
 
-/// Returns whether a fault is over, if the driver's control daemon can't report the status of a server. The fault is over once
-/// no client in `hit` runs any more. None if the log may not have named the hit clients yet. The server must not be ended in
-/// this case, since it may have recovered and may have other clients.
+/// Returns whether a fault is over, for a driver that can't report the status of a server. The fault is over once no client in
+/// `hit` runs any more. None while the log may still name further clients that were hit.
 pub fn is_over(hit: &BTreeSet<u32>, is_left: impl Fn(u32) -> bool, age: Duration) -> Option<bool> {
     if hit.is_empty() && age < NAMES_TIMEOUT {
         return None;
@@ -116,9 +115,9 @@ pub enum AfterGrace {
 }
 
 /// Decides about a faulted server with these clients. `named` has the clients that the log names as hit. The log names no
-/// client if it could not be written, or if an earlier process of the service has read the lines. If the control daemon has one
-/// GPU, the error has then hit every client. If the log names some clients, a client that it does not name counts as not hit,
-/// since this client may have connected between two errors.
+/// client while it can't be written, and the service does not see names that an earlier process of the service has read. If
+/// `named` is empty and the control daemon has one GPU, the error has hit every client. If `named` has some clients, a client
+/// that is missing from it counts as not hit, since this client may have connected between two errors.
 pub fn after_grace(named: &BTreeSet<u32>, has_one_gpu: bool, clients: BTreeSet<u32>) -> AfterGrace {
     if named.is_empty() && !has_one_gpu {
         return AfterGrace::GpuNotKnown(clients);

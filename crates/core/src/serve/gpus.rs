@@ -36,10 +36,10 @@ pub trait GpuShell: Send {
         together: bool,
     ) -> impl Future<Output = Option<SeenGpus>> + Send;
 
-    /// Saves the compute mode of a GPU, and sets the compute mode of the service. Returns true if the GPU had another mode.
+    /// Saves the compute mode of a GPU, and sets the compute mode that the order needs. Returns true if the GPU had another
+    /// mode.
     fn take_mode(&mut self, gpu: &GpuUuid) -> impl Future<Output = Result<bool, String>> + Send;
 
-    /// None if no process has this PID.
     fn process(&self, pid: u32) -> Option<ProcessId>;
 
     /// Records the processes that use a GPU without a server of the control daemon. Reports new processes, and processes that
@@ -73,8 +73,8 @@ impl LeftOut {
     }
 }
 
-/// The facts about the GPUs of an order that the readings of the GPUs have found. A `GpuReach` stays when the control daemon is
-/// replaced.
+/// The facts about the GPUs of an order, from NVML's answers. The facts outlive the control daemon, so that the next control
+/// daemon for the order starts with them.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct GpuReach {
     left_out: BTreeMap<GpuUuid, LeftOut>,
@@ -102,7 +102,6 @@ impl GpuReach {
         all.filter(|gpu| !self.is_left_out(gpu)).collect()
     }
 
-    /// The reason why the control daemon has no GPU to serve, in words.
     pub(super) fn why_none(&self, wanted: &Wanted) -> String {
         let first = self.left_out.iter().next();
         let why = first.map(|(gpu, why)| format!(": GPU {}: {}", wanted.name_of(gpu), why.describe()));
@@ -193,7 +192,6 @@ impl GpuReach {
         }
     }
 
-    /// Sets the compute mode of a GPU, if the order says that the service sets compute modes.
     async fn take_mode(
         &mut self,
         shell: &mut impl GpuShell,
@@ -287,7 +285,6 @@ fn show_gpu(shell: &mut impl GpuShell, gpu: &str, change: impl FnOnce(&mut Serve
     });
 }
 
-/// The PIDs of the processes that NVML lists as MPS clients.
 pub(super) fn clients_among(there: &ProcessesOnGpus) -> BTreeSet<u32> {
     there.values().flatten().filter(|process| process.via_mps).map(|process| process.pid).collect()
 }

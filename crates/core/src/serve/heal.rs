@@ -16,7 +16,8 @@ use crate::mps::ServerStatus;
 use crate::terms::ProcessId;
 use crate::{CoreTime, HEALTHY_AGAIN, Permit, next_pause};
 
-/// The pauses between the end of a server and the start of the next server, which starts before its first client comes.
+/// The pause between the end of a server and the start of the next server. The service starts the next server before its first
+/// client comes.
 #[derive(Debug)]
 pub(super) struct Revival {
     pause: Duration,
@@ -49,8 +50,7 @@ impl<S: Shell> Serving<'_, S> {
         }
     }
 
-    /// Records that the log reports a fatal GPU error of the server. The error may be another error than the error that the
-    /// service already knows.
+    /// Records a line of the log about a fatal GPU error of the server. The line may report another error than the known error.
     pub(super) fn fault_told(&mut self, server: u32) {
         self.fault_seen(server);
         if let Some(fault) = self.fault() {
@@ -64,8 +64,8 @@ impl<S: Shell> Serving<'_, S> {
 
     pub(super) fn client_hit(&mut self, server: u32, client: u32, ordinal: usize) {
         self.fault_seen(server);
-        // The client may run for only another moment, and the register may not have it yet. The service therefore examines the
-        // client at once.
+        // The client may end in a moment. The service therefore finds out the client's owner at once, so that the message about
+        // the client can name the owner.
         self.shell.remember_clients(&[client].into());
         if let Some(fault) = self.fault() {
             fault.clients.insert((ordinal, client));
@@ -213,9 +213,9 @@ impl<S: Shell> Serving<'_, S> {
     }
 
     /// Ends a faulted server. The server's clients have lost their work. Returns true if the control daemon was asked to end
-    /// the server. Before the caller closed the door (see `door.rs`), the server may have recovered, taken other clients, and
-    /// met another error that is missing from the log. The service therefore asks for the server's status last, while the door
-    /// is closed: a faulted server takes no client, and a server that recovers now gets no client.
+    /// the server. The caller has closed the door (see `door.rs`). Before that, the server may have recovered, taken other
+    /// clients, and met another error that is missing from the log. The service therefore asks for the server's status last,
+    /// while the door is closed: a faulted server takes no client, and a server that recovers now gets no client.
     async fn end_faulted(
         &mut self,
         known: &Fault,
@@ -259,9 +259,9 @@ impl<S: Shell> Serving<'_, S> {
     }
 
     /// Adds the clients that NVML lists, since the control daemon may list no client after a fatal GPU error. Returns NVML's
-    /// error if it may hide a client that was not hit: an error about a GPU that was not hit, or about any GPU if the control
-    /// daemon lists no client. An error about a GPU that was hit hides no such client while a client that was hit still runs:
-    /// the server has then not recovered, so it has taken no other client.
+    /// error if a client that was not hit may be missing. An error about a GPU that was hit hides no such client while the
+    /// control daemon lists clients: the server has not recovered, so it takes no new client, and all its clients on this GPU
+    /// were hit.
     async fn add_clients_of_nvml(
         &mut self,
         named: &BTreeSet<u32>,

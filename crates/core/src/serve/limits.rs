@@ -1,5 +1,5 @@
 //! Sets the limits of the order, and sets them again when another program has changed them. A container that runs as the host's
-//! root and has the whole pipe directory can change the limits, like the service.
+//! root and mounts the whole pipe directory can send the same commands as the service.
 
 use alloc::format;
 use alloc::string::String;
@@ -140,8 +140,8 @@ impl<S: Shell> Serving<'_, S> {
     /// order, in words. None if there is no difference.
     async fn confirm(&mut self, server: u32, limits: &Limits) -> Result<Option<String>, Failure> {
         let deadline = self.shell.now() + LIMITS_TIMEOUT;
-        // The first lines of the server may have the limits of the former order, so the service waits for lines with the new
-        // limits.
+        // The first lines of the server in the log may have the limits of an earlier order, so the service waits for lines with
+        // the new limits.
         let in_force = |known: &Server| known.has_written(limits) && known.differs_from(limits).is_none();
         while !self.run.servers.get(server).is_some_and(in_force) && self.step(deadline).await? {}
         if !self.run.servers.get(server).is_some_and(|known| known.has_written(limits)) {

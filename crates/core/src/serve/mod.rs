@@ -75,7 +75,7 @@ use waiting_clients::WaitingClients;
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Wanted {
     pub id: DaemonId,
-    /// All GPUs of the order, also the GPUs in `held`.
+    /// All GPUs of the order, including the GPUs in `held`.
     pub gpus: Vec<ServedGpu>,
     pub thread_percentage: u8,
     /// True if a server should start before the first client comes.
@@ -125,8 +125,8 @@ pub struct Known {
     /// The last moment at which the control daemon is known to have had a client.
     quiet_since: CoreTime,
     door: Door,
-    /// The control daemon should end once it has no client, and the last count of its clients has failed for this reason. None
-    /// if the count has succeeded.
+    /// The reason why the last count of the clients has failed, for a control daemon that should end once it has no client.
+    /// None if the count has succeeded.
     clients_unknown: Option<String>,
     blockers: Blockers,
     revival: Revival,
@@ -232,7 +232,7 @@ impl<'s, S: Shell> Serving<'s, S> {
         }
         match self.configure().await {
             // The control daemon can't be reached but runs, so the service watches it. The service ends the control daemon once
-            // it has no client, or by force.
+            // it has no client, or for `apply --force`.
             Err(Failure::Unreachable(error)) => self.is_unreachable(error),
             done => done?,
         }

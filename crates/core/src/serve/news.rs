@@ -8,16 +8,13 @@ pub enum News {
     /// An administrator may have to act.
     Warning,
     GpuUnreachable {
-        /// The UUID of the GPU.
         gpu: GpuUuid,
     },
     ServerFault {
-        /// The server's PID.
         server: u32,
     },
     /// A server has ended by itself.
     ServerFailed {
-        /// The server's PID.
         server: u32,
     },
 }

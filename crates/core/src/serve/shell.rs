@@ -15,7 +15,6 @@ pub enum Occurrence {
     /// The control daemon or one of its servers has written a line to the log.
     Said(Said),
     Ended,
-    /// The server with this PID has ended.
     ServerEnded(u32),
     /// A caller has made a request. If the request has an answer, [`Shell::answer`] sends it.
     Asked(Requested),
@@ -33,9 +32,8 @@ pub struct Said {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Requested {
     /// Make the pending change of the control daemon, which waits for the end of clients. Without `force`, the change is made
-    /// only if there are no clients. The caller gets an answer.
+    /// only if there are no clients. With `force`, the change ends the clients. The caller gets an answer.
     Apply {
-        /// True if the change may end clients.
         force: bool,
     },
     Check,
@@ -210,7 +208,7 @@ pub trait Shell: GpuShell {
     /// if clients of some users can't connect.
     fn let_users_in(&mut self) -> Vec<String>;
 
-    /// Makes the links point to the control daemon, which has its limits.
+    /// Makes the links point to the control daemon. The caller has set the control daemon's limits before.
     ///
     /// # Errors
     /// The control daemon's own directory can't be used.

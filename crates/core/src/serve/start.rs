@@ -26,7 +26,6 @@ pub enum StartPlace {
 /// start.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Stranger {
-    /// None if the PID is not known.
     pub pid: Option<u32>,
     pub directory: String,
     /// The command with which an administrator can end the foreign control daemon.

@@ -38,13 +38,10 @@ enum Task {
     Heal,
     /// Start the next server.
     Revive,
-    /// Search for processes that use the GPUs without a server.
     Bypasses,
-    /// Count the clients on the GPUs that had as many clients as they can have, since a client may have ended.
+    /// Count the clients on each GPU.
     Capacity,
-    /// Check which clients still wait for a server.
     WaitingClients,
-    /// End the control daemon if it has no client.
     EndIfIdle,
 }
 

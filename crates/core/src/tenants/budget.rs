@@ -13,7 +13,6 @@ use crate::{Cause, Permit};
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct InUse {
-    /// The number of the clients. Each client is a process.
     pub clients: u32,
     /// None if the driver does not report the memory of one of the clients.
     pub memory_mib: Option<u64>,
@@ -54,7 +53,6 @@ pub struct Member<T> {
     pub memory_mib: Option<u64>,
     /// True if only the client's environment names the slice. Any program can set its environment.
     pub only_claims: bool,
-    /// None if the tenant is not known.
     pub tenant: Option<T>,
     /// True if the service must not or can't end the client's work.
     pub stays: bool,
@@ -74,9 +72,9 @@ pub fn exceeded(budget: SliceSize, all: InUse) -> BTreeSet<Part> {
 /// The permit to end work of the members of a slice that is over its budget.
 ///
 /// # Errors
-/// The reason why the members may belong to several tenants. It is then not known which tenant exceeds the budget: any program
-/// can name a slice in its environment, and a foreign program may be older than the clients of the slice's tenant. The service
-/// ends no work of the slice in this case.
+/// The members may belong to several tenants. The service then can't know which tenant exceeds the budget, and ends no work of
+/// the slice: any program can name a slice in its environment, and a foreign program may be older than the clients of the
+/// slice's tenant.
 pub fn may_cut_back<T: PartialEq>(members: &[Member<T>]) -> Result<Permit, String> {
     if let Some(claims) = members.iter().find(|member| member.only_claims) {
         let pid = claims.process.pid;

@@ -47,7 +47,6 @@ impl SliceOveruse {
         }
     }
 
-    /// Returns whether a tenant starts the slice's clients again and again after the service has ended them.
     pub(super) fn starts_over(&self, now: CoreTime) -> bool {
         self.endings.iter().all(|ended| ended.is_some_and(|ended| now < ended + MINUTE))
     }
@@ -74,8 +73,8 @@ impl SliceOveruse {
         self.parts() != before
     }
 
-    /// The time of the next reading of the slice, even if no client comes or ends before. None unless a part is shown as
-    /// exceeded while the slice fits.
+    /// The time at which the service must read the slice again, since it may stop showing a part that fits again. None if no
+    /// shown part fits again.
     pub(super) fn next_check(&mut self, now: CoreTime) -> Option<CoreTime> {
         let calm = self.parts.values().flatten().map(|since| *since + CALM).min()?;
         Some(calm.max(self.rate_limit.next(now)))

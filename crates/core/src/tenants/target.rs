@@ -12,12 +12,10 @@ use crate::terms::{DeviceName, SliceId};
 
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Target {
-    /// The process with this PID.
     Process(u32),
     /// The process with this PID, if the process belongs to this user.
     ProcessOf {
         pid: u32,
-        /// The user id that the process must have.
         user: u32,
     },
     Slices(Vec<SliceId>),

@@ -19,8 +19,8 @@ use crate::{CoreTime, GpuUuid, Permit};
 const FIRST_PAUSE: Duration = Duration::from_millis(25);
 const LAST_PAUSE: Duration = Duration::from_secs(1);
 
-/// A request for slices fails if clients with unknown slices stay for this time. A client that stays for a shorter time may be
-/// a process that is just ending, which has no environment any more.
+/// A request for slices fails if clients with unknown slices stay for this time. The slices of a process are also unknown for a
+/// moment while the process ends, since it then has no environment any more.
 const UNPLACED_FOR: Duration = Duration::from_secs(1);
 
 /// The PIDs of a server and of a client of this server.
@@ -43,19 +43,17 @@ pub struct Termination<T: TerminationShell> {
     /// The process that had the PID in the request when the request began. The request does not mean a later process with this
     /// PID.
     named: Option<T::Held>,
-    /// True if the last search has found no client with work.
     is_nobody_left: bool,
     /// The moment since which every search has found clients with unknown slices. None if the last search has found no client
     /// with unknown slices.
     unplaced_since: Option<CoreTime>,
-    /// True once the request's container was found among the containers of the host's own runtime. Other containers with a
-    /// matching id then do not count.
+    /// True once the request's container was found among the containers of the host's own runtime. The request then ignores
+    /// other containers with a matching id.
     only_hosts: bool,
 }
 
 struct MeantClient<T: TerminationShell> {
     control: T::Control,
-    /// None if the GPUs of the control daemon are not known.
     gpus: Option<Vec<GpuUuid>>,
     server: u32,
     pid: u32,
@@ -73,7 +71,7 @@ struct RequestLook<T: TerminationShell> {
     silent: Option<String>,
     /// The first process that the service can't examine, and the reason. The request may mean this process.
     unreadable: Option<(u32, String)>,
-    /// True if the search has certainly missed no client.
+    /// False if a control daemon with several GPUs, or with a faulted server, may have omitted clients from its list.
     is_sure: bool,
 }
 
@@ -208,7 +206,6 @@ impl<T: TerminationShell> Termination<T> {
         Ok(look)
     }
 
-    /// Examines one client, and adds it to `look` if the request means it.
     async fn take_up_if_meant(
         &mut self,
         shell: &mut T,
@@ -257,9 +254,8 @@ impl<T: TerminationShell> Termination<T> {
         }
     }
 
-    /// Makes sure that the request means only one container. A user can give a control group the name of a container. If a
-    /// container of the host's own runtime matches the request, containers that this runtime has not made therefore do not
-    /// count.
+    /// Fails if several containers match the request. If a container of the host's own runtime matches, only containers of this
+    /// runtime count, since a user can give any control group the name of a container.
     fn narrow(&mut self, look: &mut RequestLook<T>) -> Result<(), TerminationError<T::Owner>> {
         let Target::Container(id) = &self.target else { return Ok(()) };
         let is_the_hosts = |one: &MeantClient<T>| one.containers.values().any(|is_the_hosts| *is_the_hosts);
@@ -346,7 +342,7 @@ impl<T: TerminationShell> Termination<T> {
         }
     }
 
-    /// Fails if, for some time, clients with unknown slices are the only remaining clients on the GPUs of the request.
+    /// Fails if only clients with unknown slices are at work on the GPUs of the request, and this lasts for `UNPLACED_FOR`.
     async fn look_at_unplaced(
         &mut self,
         shell: &mut T,

@@ -91,7 +91,6 @@ pub enum TerminationError<O> {
     /// The time of the request is over. The service has killed no process.
     OutOfTime {
         after: Duration,
-        /// The clients that have work, or may have work.
         left: Vec<LeftClient<O>>,
         /// The reason why the service may have missed further clients with work. None if the service has missed no client.
         doubt: Option<String>,
@@ -108,7 +107,6 @@ pub fn first_named(all: impl ExactSizeIterator<Item = String>) -> String {
     names.join("; ")
 }
 
-/// Each client once, in the order of the PIDs.
 fn named_clients<O: fmt::Display>(left: &[LeftClient<O>]) -> String {
     let by_pid: BTreeMap<u32, String> = left.iter().map(|one| (one.pid, one.to_string())).collect();
     first_named(by_pid.into_values())

@@ -40,7 +40,6 @@ pub trait TerminationShell: ClientShell {
     /// The user ids of a process: the id of its real user, and each user id that gives rights to the process.
     fn users(&mut self, pid: u32) -> impl Future<Output = Result<Vec<u32>, String>> + Send;
 
-    /// The slices that a process is known to have. None if they are not known.
     fn slices(&mut self, pid: u32) -> impl Future<Output = Result<Option<Membership>, String>> + Send;
 
     /// The containers that contain a process, by their ids in lower case. True stands for a container that the host's own

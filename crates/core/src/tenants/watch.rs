@@ -12,8 +12,8 @@ use super::overuse::SliceOveruse;
 use crate::terms::{ProcessId, SliceSize};
 use crate::{CoreTime, Permit};
 
-/// The time until the next reading of a GPU, while some slice has two or more clients, and after a client has come. The driver
-/// lists a client only a moment after the control daemon has admitted the client.
+/// The time between two readings of a GPU's clients while some slice has two or more clients, and the time from the arrival of
+/// a client to the next reading. The driver lists a new client only with some delay.
 pub const PERIOD: Duration = Duration::from_secs(1);
 
 /// The shortest time between two readings of a GPU. One reading then finds all clients that come within this time.
@@ -22,12 +22,13 @@ const SHARE: Duration = Duration::from_millis(250);
 /// This time replaces [`PERIOD`] and [`SHARE`] while a tenant starts ended clients of some slice again and again.
 const QUICK: Duration = Duration::from_millis(100);
 
-/// The longest pause between two attempts to end clients of a GPU, after attempts that have failed.
+/// The longest pause between two attempts to end clients of a GPU. The pause doubles after an attempt that ends no client.
 const LAST_PAUSE: Duration = Duration::from_secs(30);
 
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct SliceBudgets {
-    /// The sizes of the slices, by their ordinals. The memory and the number of clients in a size are the budget.
+    /// The size of each slice, at the index of the slice's ordinal. The memory and the number of clients in a size are the
+    /// slice's budget.
     pub budgets: Vec<SliceSize>,
     /// True if clients lose their work because of overuse. False if overuse is only reported.
     pub terminate: bool,
@@ -77,7 +78,7 @@ pub struct Look<T> {
     /// The use of each slice, by ordinal, and a text about its overuse. The text is empty while no overuse is shown.
     pub uses: Vec<(InUse, String)>,
     pub news: Vec<OveruseNews>,
-    /// These slices are over their budgets, and their clients may be ended.
+    /// The slices that are over their budgets, if the configuration and the facts about their clients permit the end of work.
     pub over: Vec<OverBudget<T>>,
     /// True if an attempt to end clients of the slices in `over` begins now. The caller must report its result to
     /// [`BudgetWatch::has_attempted`].
@@ -95,7 +96,7 @@ pub struct OveruseNews {
     pub clients: Vec<ProcessId>,
     words: String,
     memory_mib: Option<u64>,
-    /// The reason why the service ends no work of the slice, though the configuration asks for the end of work on overuse. None
+    /// The reason why the service ends no work of the slice, although the configuration says that overuse ends work. None
     /// otherwise.
     spared: Option<String>,
 }
@@ -119,7 +120,7 @@ pub struct AttemptNews {
     /// With the state [`VictimState::Ended`], all clients that have lost their work. With any other state, only one client.
     pub clients: Vec<ProcessId>,
     pub state: VictimState,
-    /// The number of ended clients in messages that were suppressed before. None if no message was suppressed.
+    /// The number of ended clients in earlier messages that the rate limit has suppressed. None if no message was suppressed.
     suppressed: Option<usize>,
 }
 
@@ -156,7 +157,6 @@ pub struct BudgetWatch {
     /// The clients that never lose their work for a budget: those that were on the GPU when the service started, or when a
     /// reload made a budget smaller. Only clients that come later can be ended.
     spared: BTreeSet<ProcessId>,
-    /// True if the service spares all clients that the next reading finds.
     spares_next: bool,
     /// The slices that have exceeded their budget at least once, by their ordinals.
     slices: BTreeMap<u32, SliceOveruse>,
@@ -165,7 +165,6 @@ pub struct BudgetWatch {
     is_busy: bool,
     /// The time of the next attempt to end clients. None while an attempt is under way.
     next_attempt: Option<CoreTime>,
-    /// The last pause between two attempts. It doubles after an attempt that ends no client.
     pause: Duration,
 }
 
@@ -203,7 +202,8 @@ impl BudgetWatch {
         if self.start_over(now) { QUICK } else { SHARE }
     }
 
-    /// The time until the next reading after a client has come, and between two attempts that end work.
+    /// The time from the arrival of a client to the next reading, and from a successful attempt to end clients to the next
+    /// attempt.
     fn period(&self, now: CoreTime) -> Duration {
         if self.start_over(now) { QUICK } else { PERIOD }
     }
@@ -271,7 +271,8 @@ impl BudgetWatch {
         Look { uses, news, begins_attempt: self.begins_attempt(&over, now), over, due }
     }
 
-    /// The parts of a slice's budget that are shown as exceeded from now on, and true if the shown parts change.
+    /// Records the exceeded parts of a slice's budget. Returns the parts that are shown as exceeded from now on, and true if
+    /// the shown parts have changed.
     fn show(&mut self, slice: u32, exceeded: &BTreeSet<Part>, now: CoreTime) -> (BTreeSet<Part>, bool) {
         if !self.slices.contains_key(&slice) && exceeded.is_empty() {
             return (BTreeSet::new(), false);
@@ -281,7 +282,6 @@ impl BudgetWatch {
         (slice.parts(), has_changed)
     }
 
-    /// Returns whether an attempt begins now: its time has come, and some client may be ended.
     fn begins_attempt<T>(&mut self, over: &[OverBudget<T>], now: CoreTime) -> bool {
         let can_go = over.iter().any(|slice| slice.members.iter().any(|member| !member.stays));
         can_go && self.next_attempt.take_if(|at| now >= *at).is_some()
@@ -361,7 +361,6 @@ mod tests {
         look.news.iter().map(|news| news.text("slice 1", "them")).collect()
     }
 
-    /// A watch after one reading, which has found no client.
     fn watch(gpu: SliceBudgets) -> BudgetWatch {
         let mut watch = BudgetWatch::new(gpu, CoreTime::ZERO);
         assert_eq!(look(&mut watch, &[], CoreTime::ZERO).due, None);
@@ -466,7 +465,6 @@ mod tests {
             watch.spared.iter().copied().collect::<Vec<_>>()
         };
         assert_eq!(look(&mut watch, &[old], |_| true), [old]);
-        // The driver may omit a client from its list for a moment. A client that still runs stays spared.
         assert_eq!(look(&mut watch, &[new], |_| true), [old]);
         assert_eq!(look(&mut watch, &[], |one| one.pid != 1), []);
         // A process with the PID of a spared client and another start time is another client, which is not spared.

@@ -49,7 +49,7 @@ pub enum Tenure {
 }
 
 impl Tenure {
-    /// Returns whether two control daemons with these tenures can't have the same GPU at the same time.
+    /// Returns whether control daemons with these tenures exclude each other from a GPU.
     pub fn keeps_from(self, other: Self) -> bool {
         self == Self::Alone || other == Self::Alone
     }

@@ -77,7 +77,7 @@ impl SliceId {
         self.to_string().replace(':', "_")
     }
 
-    /// The slice with this directory name. None if the name has another form. The host need not have the slice any more.
+    /// The slice with this directory name. None if the name has another form. The slice may no longer exist on the host.
     pub fn with_directory_name(name: &str) -> Option<Self> {
         match name.replace('_', ":").parse() {
             Ok(DeviceName::Slice(slice)) if !name.contains(':') => Some(slice),
@@ -176,8 +176,9 @@ impl DaemonId {
         }
     }
 
-    /// The first id, in the order of ids, of a control daemon that can exclude a control daemon of this tenure from a GPU. On a
-    /// large host, most control daemons serve one slice each and take turns. A search that begins at this id skips them.
+    /// The least id of a control daemon that can exclude a control daemon of this tenure from a GPU. A search through the ids
+    /// in their order can begin at this id. For control daemons that take turns, the search then skips the control daemons of
+    /// single slices, of which a large host has many.
     pub fn first_that_keeps_from(tenure: Tenure) -> Self {
         match tenure {
             Tenure::InTurns => Self::Gpu(GpuUuid::new()),

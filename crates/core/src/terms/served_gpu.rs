@@ -16,7 +16,6 @@ pub struct SliceSize {
 }
 
 impl SliceSize {
-    /// The largest value of each field among these sizes.
     pub fn largest<'s>(sizes: impl IntoIterator<Item = &'s Self>) -> Self {
         sizes.into_iter().fold(Self::default(), |largest, size| Self {
             memory_mib: largest.memory_mib.max(size.memory_mib),

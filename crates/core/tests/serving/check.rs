@@ -10,8 +10,6 @@ fn silent() -> Option<Failure> {
     Some(Failure::Silent("no answer".to_owned()))
 }
 
-/// Returns a story with a control daemon that has served for a second. The story has forgotten the calls and messages of this
-/// time.
 fn served(gpus: &[&str]) -> Story {
     let mut story = Story::with_gpus(gpus);
     story.served(1000);
@@ -109,7 +107,6 @@ fn one_without_a_directory_is_not_told_to_have_missed() {
     assert_eq!(story.shown(), shown);
     assert!(story.host().reader.words.is_empty());
     assert!(story.host().reader.shown.view.ends_when_idle);
-    // A later health check without an answer does not change the shown state.
     story.host().stage.answers = silent();
     story.served(61_000);
     assert_eq!(story.shown(), shown);
@@ -224,7 +221,6 @@ fn clients_that_are_not_known_keep_it_and_that_is_told_once() {
     let why = "the clients of the control daemon are not known (other words; NVML hangs), and \
                `yunion-mpsctl apply --force` ends the control daemon with its clients";
     assert!(shown.ends_with(why), "{shown}");
-    // The running control daemon fits its order again.
     story.host().stage.misfit = None;
     story.served(95_000);
     assert_eq!(story.shown(), "Ready, serving");
@@ -259,7 +255,6 @@ fn the_end_of_the_control_daemon_is_a_failure_with_its_words() {
     story.host().at(5000, |host| host.end(None));
     let text = "the control daemon ended".to_owned();
     assert_eq!(story.serve(6000), Some(Err(Failure::Ended { text, refuses_multiuser: false })));
-    // The service notices the end of the control daemon even while NVML reads the GPUs.
     let mut story = served(&["A"]);
     story.host().during("read GPUs", |host| host.end(None));
     assert!(matches!(story.serve(40_000), Some(Err(Failure::Ended { .. }))));

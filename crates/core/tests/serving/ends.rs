@@ -6,7 +6,6 @@ use mps_core::{Cause, Permit};
 
 use super::{SERVER, Story};
 
-/// Returns a story with these clients. Its control daemon has served for a second.
 fn with_clients(clients: &[u32]) -> Story {
     let mut story = Story::with_gpus(&["A"]);
     story.served(1000);
@@ -88,7 +87,6 @@ fn the_list_of_another_control_daemon_is_not_taken_for_ours() {
         Judged::Clients("the control daemon keeps running for its 1 client".to_owned())
     );
     assert_eq!(story.calls("client PIDs"), 0);
-    // Another control daemon takes over the directory while the service asks for the clients.
     let mut story = with_clients(&[]);
     story.host().during("client PIDs", |host| host.taken_by = Some(7));
     story.host().stage.nvml.insert("A".to_owned(), Ok([1].into()));

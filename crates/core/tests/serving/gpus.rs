@@ -1,4 +1,4 @@
-//! GPUs that a control daemon goes without, compute modes, and programs without MPS.
+//! GPUs that a control daemon can't use, compute modes, and programs that use a GPU without MPS.
 
 use std::time::Duration;
 
@@ -11,7 +11,6 @@ fn left_out(story: &Story, gpu: &str) -> String {
     story.host().reader.shown.view.gpus[gpu].left_out.clone()
 }
 
-/// Returns a story with a control daemon for these GPUs that has served for a second.
 fn served(gpus: &[&str]) -> Story {
     let mut story = Story::with_gpus(gpus);
     story.served(1000);

@@ -8,7 +8,7 @@ use mps_core::serve::{Ended, Failure};
 
 use super::{SERVER, Setting, Story};
 
-/// The control daemon has a server that an earlier service has started.
+/// The control daemon has a server from an earlier run of the service.
 fn with_server(story: &Story) {
     let mut host = story.host();
     host.defaults = Setting { percentage: 50, mib: [1024, 0, 0] };
@@ -81,7 +81,7 @@ fn a_server_that_runs_gets_other_limits_and_confirms_them() {
 fn a_server_with_the_right_limits_is_left_alone() {
     let mut story = Story::with_gpus(&["A"]);
     with_server(&story);
-    // An earlier service may have read the server's lines in the log. The present service reads the lines again.
+    // An earlier run of the service may have read the server's part of the log. The present run reads this part again.
     story.once(async |serving| serving.read_on().await);
     story.served(1000);
     assert_eq!((story.calls("set limits of 9"), story.shown().as_str()), (0, "Ready, serving"));
@@ -324,7 +324,6 @@ fn one_that_retires_gets_no_limits() {
     let shown = "Waiting, serving: this control daemon is no longer needed and ends when its clients have \
                  ended; `yunion-mpsctl apply --force` ends the clients";
     assert_eq!(story.shown(), shown);
-    // The last client ends, so the service ends the retiring control daemon.
     story.host().at(42_000, |host| {
         host.only_stay(&[]);
         host.says(Meaning::ClientLeft(1));

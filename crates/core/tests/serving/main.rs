@@ -1,8 +1,7 @@
 //! Stories of serving: a simulated host behaves as the story says, and the service's real code works on the host. The stories
-//! test messages, questions and their order, which no promise of the histories covers.
+//! test messages, questions and their order, which the random histories in `histories.rs` do not test.
 
-// clippy.toml allows `unwrap` and the like only in functions marked as tests. The helper functions of this file are not
-// marked as tests, and call `unwrap` too.
+// clippy.toml allows calls such as `unwrap` only in functions with `#[test]`. Other functions of this file make such calls too.
 #![allow(clippy::unwrap_used, clippy::panic, clippy::indexing_slicing, clippy::unnecessary_wraps)]
 
 mod capacity;

@@ -150,9 +150,9 @@ impl Scope {
         Self { all: false, slices }
     }
 
-    /// Finds a control daemon of the drained slices with the socket itself in its pipe directory, and not a link that the
-    /// service can remove. Returns this pipe directory: a program that can reach the directory can start new clients in spite
-    /// of the drain.
+    /// Finds a pipe directory through which programs can still become clients in spite of the drain. This directory contains
+    /// the control daemon's own socket. Other pipe directories contain only a link to the socket, and the drain removes this
+    /// link.
     fn open_directory<'a>(&self, control_daemons: &'a [Listed<ControlDaemon>]) -> Option<&'a str> {
         let mut theirs = control_daemons.iter().filter(|daemon| {
             self.all || self.slices.iter().any(|(slice, _)| slice.pipe_directory == daemon.pipe_directory)
@@ -207,7 +207,6 @@ fn is_on(client: &Client, slice: &Device) -> bool {
 }
 
 struct RemainingClients {
-    /// The clients for which the drain waits.
     clients: Vec<Listed<Client>>,
     /// The processes that use a drained GPU without MPS. The drain does not wait for these processes.
     bypassing: Vec<Listed<Client>>,

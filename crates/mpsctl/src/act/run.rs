@@ -40,7 +40,7 @@ const RELEASE_TIMEOUT: Duration = Duration::from_secs(5);
 /// The most characters of the command's name in the label of a binding.
 const NAME: usize = 24;
 
-/// The first argument of a new process of this program that executes the command.
+/// `yunion-mpsctl` starts itself again with this first argument. The new process then executes the command.
 const BECOME: &str = "become-command";
 
 /// The signals that this process catches. Without a handler, the first seven would end or stop only this process, and not the
@@ -95,8 +95,8 @@ pub(crate) async fn run(daemon: DaemonProxy, devices: &Devices, words: &[OsStrin
                 Signal::TSTP => command.suspend(),
                 Signal::WINCH => command.send(signal),
                 Signal::USR1 | Signal::USR2 if command.handles(signal) => command.signal(signal),
-                // Slurm may repeat its signal within milliseconds. The repetition does not shorten the wait for the GPU work,
-                // since Slurm sends SIGKILL if the command does not end.
+                // Slurm may send its signal twice within milliseconds, so a second signal does not mean that the user wants
+                // to stop waiting for the GPU work. If the command does not end, Slurm sends SIGKILL.
                 _ if waiting.is_some() && devices.are_from_slurm() => {}
                 _ if std::mem::take(&mut first) => waiting = Some((signal, Box::pin(release(command)))),
                 _ => {
@@ -112,10 +112,10 @@ pub(crate) async fn run(daemon: DaemonProxy, devices: &Devices, words: &[OsStrin
 }
 
 /// Tries to get a control group for this process alone, and returns true on success. The control group can then be bound to
-/// slices, and the environment of the command no longer decides about its slices. Only root can bind slices. A command in a
-/// session, or in a terminal of a desktop, moves into a systemd scope. A command in a unit with other processes stays in the
-/// unit, since systemd has to end it together with the unit. A command of Slurm stays in its control group, since Slurm has to
-/// end it together with the job.
+/// slices, and the environment of the command no longer decides about its slices. Only root can bind slices. A command of a
+/// login shell or of a desktop's terminal moves into a systemd scope. A command in a unit with other processes stays in the
+/// unit, since systemd has to end the command together with the unit. A command of Slurm stays in its control group, since
+/// Slurm has to end the command together with the job.
 async fn takes_control_group(command: &[OsString]) -> bool {
     if !geteuid().is_root() || !systemd::runs_host() {
         return false;

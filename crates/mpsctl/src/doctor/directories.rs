@@ -403,7 +403,7 @@ fn aged_by<'l, F>(directory: &Path, lines: impl Iterator<Item = (&'l str, F)>) -
     for (line, file) in lines {
         let fields: Vec<&str> = line.split_whitespace().collect();
         let (Some(kind), Some(path)) = (fields.first(), fields.get(1)) else { continue };
-        // A line with `!` applies only at boot. A line of a type that is not in this condition removes no old files.
+        // A line with `!` applies only at boot. The letters are the line types that remove old files or prevent their removal.
         let counts = kind.starts_with(['x', 'd', 'D', 'e', 'v', 'q', 'Q', 'C']) && !kind.contains('!');
         if !counts || !directory.starts_with(path) {
             continue;

@@ -77,7 +77,7 @@ fn path_of_service(facts: &Facts) -> Result<String, Problem> {
 fn service_path(facts: &Facts) -> Outcome {
     let path = path_of_service(facts)?;
     each(PROGRAMS, |name| {
-        // Another check reports a program that is in no directory.
+        // Another check reports a program that is not in the PATH of `doctor` either.
         let found = find_program(name).ok()?;
         find_program_in(name, path.as_ref()).err()?;
         let directory = found.parent().unwrap_or(Path::new("/")).display();

@@ -138,7 +138,6 @@ impl Facts {
         self.bus.as_ref().map_err(|_| "yunion-mps-daemon does not answer on the bus".into())
     }
 
-    /// Empty if the service does not answer.
     pub(super) fn own_control_daemons(&self) -> &[Listed<ControlDaemon>] {
         self.bus.as_ref().map(|published| published.control_daemons.as_slice()).unwrap_or_default()
     }
@@ -286,7 +285,6 @@ fn is_control_daemon(pid: u32) -> bool {
         && driver::starts_control_daemon(&arguments)
 }
 
-/// None if the process does not have the variable.
 pub(super) fn variable(pid: u32, name: &str) -> Result<Option<String>, Problem> {
     let environment = proc::environment(pid)
         .map_err(|error| format!("the environment of PID {pid} can't be read: {error}"))?;

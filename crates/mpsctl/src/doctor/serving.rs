@@ -54,7 +54,6 @@ pub(super) fn gpu_name(address: &impl Display, uuid: Option<&str>) -> String {
     uuid.map_or_else(|| address.to_string(), |uuid| format!("{address} ({uuid})"))
 }
 
-/// A client in a finding: `7 (python3)`.
 pub(super) fn named(client: &Client) -> String {
     format!("{} ({})", client.pid, client.command)
 }
@@ -188,8 +187,8 @@ fn limits(facts: &Facts) -> Outcome {
         let served = || published.served_by(&daemon.id);
         let percentage = served().map(|gpu| gpu.mps_thread_percentage).max();
         let memory = served().filter_map(|gpu| gpu.mps_memory_limit).max();
-        // If the slices of a GPU have different sizes and a control daemon each, every control daemon confirms another limit.
-        // The GPU then has no common limit to compare.
+        // If each slice has its own control daemon and the slices have different sizes, the control daemons confirm different
+        // limits. The GPU then has no common limit to compare.
         let is_common = |gpu: &&Gpu| gpu.equal_slices || gpu.isolation == Isolation::Gpu;
         for gpu in served().filter(is_common) {
             let pairs = [
@@ -336,7 +335,6 @@ fn full(facts: &Facts) -> Outcome {
 /// are no finding, since root can harm clients in any case.
 fn commanders(facts: &Facts) -> Outcome {
     let clients = &facts.published()?.clients;
-    // The service lists a client on several GPUs once for each GPU, but a finding names the client once.
     let list = |of: &dyn Fn(&Client) -> bool| -> Vec<String> {
         let found = clients.iter().flatten().filter(|client| of(client));
         found.map(|client| (client.pid, named(client))).collect::<BTreeMap<_, _>>().into_values().collect()

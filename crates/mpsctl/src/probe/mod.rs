@@ -190,8 +190,8 @@ impl<'a> ProbeReport<'a> {
         let allocate = enforced && (self.clients == 0 || beside_clients);
         let look = |limits: ProbeLimits| CudaRequest::Look { allocate: limits.memory.filter(|_| allocate) };
         let as_slice = ask(&environment, look(self.slice)).await?;
-        // The environment of a client can lower the limits of the control daemon, but can't raise them. So only a client
-        // without limits shows if the limits of the control daemon are too high.
+        // A client gets the lower of two limits: the limit in its environment and the limit of the control daemon. So only a
+        // client without limits in its environment shows if the limits of the control daemon are too high.
         let without_limits = ask(&without_limits(&environment), look(self.control_daemon)).await?;
         self.found = Some([as_slice, without_limits]);
         if enforced {

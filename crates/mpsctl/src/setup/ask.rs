@@ -32,12 +32,10 @@ impl Questions {
         self.answer(question, &default.to_string(), default, read, &help, out)
     }
 
-    /// Asks a question with the default answer yes.
     pub(super) fn yes_or_no(&mut self, question: &str, out: &mut dyn Write) -> Result<bool> {
         self.answer(question, "Y/n", true, boolean, "y or n", out)
     }
 
-    /// Asks a question with the default answer no.
     pub(super) fn no_or_yes(&mut self, question: &str, out: &mut dyn Write) -> Result<bool> {
         self.answer(question, "y/N", false, boolean, "y or n", out)
     }

@@ -73,8 +73,8 @@ type OfGpu = Column<Gpu>;
 type OfDaemon = Column<ControlDaemon>;
 type OfClient = Column<Client>;
 
-// The following columns are in several tables. Sorting by SLICE changes nothing, since the service lists the slices in the
-// order of the configuration.
+// Several tables share the following columns. SLICE has no order for sorting, since the service lists the slices in the order
+// of the configuration.
 const SLICE: Column<Device> = OfSlice::new("SLICE", |one| one.addr.shown());
 const SHARE: Column<Device> = OfSlice::new("SHARE", |one| with_unit(Some(one.mps_thread_percentage), "%"))
     .number()
@@ -149,7 +149,6 @@ pub(crate) const PLATFORM_SLICES: &[Column<Device>] = &[
     OfSlice::new("Health", |one| for_the_platform(one.healthy, &one.reason)),
 ];
 
-/// The columns of `list --gpus --platform`.
 pub(crate) const PLATFORM_GPUS: &[Column<Gpu>] = &[
     OfGpu::new("Dev_type", |one| one.dev_type.shown()),
     OfGpu::new("Sharing_mode", |one| one.sharing_mode.shown()),
@@ -228,7 +227,6 @@ pub(crate) const TOP_SLICES: &[Column<Device>] = &[
         .order(|a, b| Health::of_slice(b).cmp(&Health::of_slice(a))),
 ];
 
-/// The columns of the clients in `top`.
 pub(crate) const TOP_CLIENTS: &[Column<Client>] = &[
     PID,
     USER,
@@ -242,7 +240,6 @@ pub(crate) const TOP_CLIENTS: &[Column<Client>] = &[
     COMMAND,
 ];
 
-/// None for a client that is served.
 fn tone_of_client(client: &Client) -> Option<Tone> {
     match client {
         Client { bypass: true, .. } => Some(Tone::Bad),
@@ -255,7 +252,6 @@ fn health(slice: &Device) -> String {
     Health::of_slice(slice).word().to_owned()
 }
 
-/// A number with its limit: `580 / 35942 MiB`.
 fn of_limit<N: ToString>(number: Option<N>, limit: Option<N>, unit: &str) -> String {
     let text = |number: Option<N>| number.map_or_else(|| "-".to_owned(), |number| number.to_string());
     match (number, limit) {
@@ -264,7 +260,6 @@ fn of_limit<N: ToString>(number: Option<N>, limit: Option<N>, unit: &str) -> Str
     }
 }
 
-/// The number of clients of a slice, and the most clients that the slice may have: `2/12`.
 fn clients_of_slice(slice: &Device) -> String {
     match slice.max_clients {
         Some(most) => format!("{}/{most}", slice.clients.shown()),
@@ -343,7 +338,6 @@ pub(crate) fn slice_or_not_known(client: &Client) -> String {
     client.device.as_ref().map_or_else(|| "slice not known".to_owned(), Shown::shown)
 }
 
-/// The guest and the container of a client: `train-1/main`.
 fn guest_and_container(client: &Client) -> String {
     match (&client.guest, &client.container) {
         (Some(guest), Some(container)) => format!("{}/{}", guest.shown(), container.shown()),

@@ -122,7 +122,6 @@ fn write_options(answer: &ContainerConfig, wanted: impl Fn(&str) -> bool, out: &
     Ok(())
 }
 
-/// The names of the GPUs in NVIDIA's own CDI spec.
 fn nvidias_devices(answer: &ContainerConfig) -> impl Iterator<Item = String> {
     answer.gpus.iter().map(|uuid| format!("nvidia.com/gpu={uuid}"))
 }

@@ -23,7 +23,7 @@ impl Health {
         if device.drained { Self::Drained } else { Self::new(device.healthy, device.limits_enforced) }
     }
 
-    /// Drained slices do not count, since the other slices of the GPU are served.
+    /// A drained slice does not change the health of its GPU, which is still served.
     pub(crate) fn of_gpu(gpu: &Gpu) -> Self {
         Self::new(gpu.healthy, gpu.limits_enforced)
     }
@@ -54,7 +54,6 @@ impl Health {
     }
 }
 
-/// None if the service is disabled, or if this version does not know the state.
 pub(crate) fn tone_of_service(state: &Word<State>) -> Option<Tone> {
     match state.known()? {
         State::Ready => Some(Tone::Well),
@@ -64,7 +63,6 @@ pub(crate) fn tone_of_service(state: &Word<State>) -> Option<Tone> {
     }
 }
 
-/// None if this version does not know the state.
 pub(crate) fn tone_of_daemon(daemon: &ControlDaemon) -> Option<Tone> {
     Some(match daemon.state.known()? {
         ControlDaemonState::Ready => Tone::Well,

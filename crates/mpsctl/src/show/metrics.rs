@@ -288,7 +288,7 @@ fn series(
     (most.into_iter().map(|(_, client)| sample(client)).collect(), left_out)
 }
 
-/// Another program has chosen this text, so the length of the label is limited.
+/// Other programs choose the texts about a client, so the length of a label is limited.
 fn bounded(known: Option<&String>) -> String {
     text(known).chars().take(LABEL).collect()
 }

@@ -127,7 +127,7 @@ impl StatusAnswers {
     }
 }
 
-/// The reasons of control daemons and GPUs that are not a part of the service's own reason.
+/// The reasons why control daemons and GPUs do not serve. A reason that the service's own reason already contains is omitted.
 fn reasons(
     service: &Service,
     control_daemons: &[Listed<ControlDaemon>],
@@ -183,7 +183,6 @@ fn how_it_waits(
     Some(format!("{since}, and has {}", counted(left.len(), "client")))
 }
 
-/// The state of the service and its reason: `degraded: 1 of 2 GPUs is not served`.
 pub(crate) fn state_and_reason(service: &Service) -> String {
     match service.state_reason.shown() {
         reason if reason.is_empty() => service.state.shown(),

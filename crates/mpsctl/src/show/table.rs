@@ -17,8 +17,8 @@ const PLATFORM: &str = "||--+-++|    ++++++";
 /// The number of blanks between two columns without borders.
 const GAP: u16 = 2;
 
-/// The smallest width for the last column. The long texts of this column are wrapped. Other columns are omitted before the last
-/// column gets less width.
+/// The smallest width for the last column, which wraps its long texts. Other columns are omitted so that the last column gets
+/// this width.
 const PROSE: usize = 24;
 
 /// The smallest width of a column with texts that are cut.
@@ -97,7 +97,6 @@ pub(crate) fn pairs() -> Table {
     Table { look: TableStyle::Pairs, ..Table::new([]) }
 }
 
-/// Wraps a text at the width of stdout.
 pub(crate) fn prose(text: &str) -> String {
     prose_in(text, width())
 }
@@ -325,7 +324,6 @@ impl<T: Shown> Shown for Vec<T> {
     }
 }
 
-/// Cuts the end of a text that is too wide, and puts an ellipsis in its place.
 pub(crate) fn cut(text: &str, room: usize) -> String {
     if text.unicode_truncate(room).0.len() == text.len() {
         return text.to_owned();
@@ -333,7 +331,6 @@ pub(crate) fn cut(text: &str, room: usize) -> String {
     format!("{}…", text.unicode_truncate(room.saturating_sub(1)).0)
 }
 
-/// `-` if the number is unknown.
 pub(crate) fn with_unit<N: fmt::Display>(number: Option<N>, unit: &str) -> String {
     number.map_or_else(|| UNKNOWN.to_owned(), |number| format!("{number} {unit}"))
 }

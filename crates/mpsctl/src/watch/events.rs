@@ -33,7 +33,6 @@ pub(crate) async fn events(follows: bool, json: bool, out: &mut dyn Write) -> Re
     }
 }
 
-/// Prints new events as they come, until the reader of the output closes the pipe.
 async fn follow(json: bool, out: &mut dyn Write) -> Result<()> {
     let mut watched = ReconnectingProxy::default();
     // The events in the service's last answer, all of which this command has printed.

@@ -35,7 +35,6 @@ pub(crate) async fn watch(arguments: &Arguments, out: &mut dyn Write) -> Result<
     }
 }
 
-/// Prints the status at each change, until the reader of the output closes the pipe.
 async fn follow(arguments: &Arguments, out: &mut dyn Write) -> Result<()> {
     let mut watched = ReconnectingProxy::default();
     let mut last = String::new();
@@ -59,7 +58,6 @@ async fn follow(arguments: &Arguments, out: &mut dyn Write) -> Result<()> {
     Ok(())
 }
 
-/// Prints the answer on one line, unless the line is equal to the last line.
 fn print_change(answer: &Result<String, String>, last: &mut String, out: &mut dyn Write) -> Result<()> {
     let text = match answer {
         Ok(text) => escaped(&serde_json::from_str::<Value>(text)?.to_string()),
@@ -75,7 +73,6 @@ fn print_change(answer: &Result<String, String>, last: &mut String, out: &mut dy
     Ok(())
 }
 
-/// The lines of the status, below a line with the present time.
 fn lines(text: &str, rows: usize) -> Vec<String> {
     let now = time::local(SystemTime::now());
     let mut lines = vec![format!("yunion-mpsctl status at {now}; Ctrl-C ends"), String::new()];

@@ -85,7 +85,7 @@ pub(crate) struct Context {
 /// program does meanwhile.
 struct Server {
     connection: Arc<OwnedFd>,
-    /// The separate thread receives the server's events, and passes those for the program on through this channel.
+    /// The channel through which the separate thread passes the server's events on to the program.
     events: Receiver<Event>,
 }
 
@@ -182,7 +182,6 @@ impl Context {
         self.request(&Request::Free { mib });
     }
 
-    /// Makes the program work on the GPU until this time, or until CUDA returns an error.
     pub(crate) fn work(&self, until: Instant) -> Result<(), u32> {
         let Some(server) = &self.server else {
             thread::sleep(until.saturating_duration_since(Instant::now()));
@@ -339,13 +338,13 @@ fn again(host: &Host, context: Context, time: Duration, mib: u64) -> u8 {
     4
 }
 
-/// Runs one CUDA kernel of the duration `time`. A program that ends during the kernel causes a fault of every client, unless
-/// the control daemon's command `terminate_client` has ended the program's work.
+/// Runs one CUDA kernel of the duration `time`. A client that ends during the kernel causes a fault on its GPU, unless the
+/// control daemon's command `terminate_client` has ended the client's work.
 fn long(context: &Context, start: Instant, time: Duration) -> u8 {
     let init = start.elapsed().as_secs_f64();
     context.request(&Request::LongKernel(true));
-    // A test that reads this message relies on it that the CUDA kernel runs. So the program writes the message only after the
-    // request above has started the CUDA kernel.
+    // Tests wait for this message before they expect a running CUDA kernel. So the program writes the message only after the
+    // request that starts the CUDA kernel.
     let _ = writeln!(io::stderr(), "long pid {} runs", std::process::id());
     if let Err(error) = context.work(Instant::now() + time) {
         say(&format!("ERR cudaDeviceSynchronize(): {} ({error})", text(error)));
@@ -358,7 +357,6 @@ fn long(context: &Context, start: Instant, time: Duration) -> u8 {
     0
 }
 
-/// The duration of one CUDA kernel in a simulated training of a model.
 const STEP: Duration = Duration::from_millis(50);
 
 /// Simulates a training: runs one long CUDA kernel after the other, until SIGTERM asks the program to end. At the end the

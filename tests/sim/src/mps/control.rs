@@ -185,7 +185,6 @@ impl Server {
         _ = wire::send(&self.channel, order);
     }
 
-    /// Sends an order to the server, and returns the server's answer. `None` if the server has ended.
     pub(super) fn ask(&self, order: &Order) -> Option<Status> {
         let answers = lock(&self.answers);
         wire::send(&self.channel, order).ok()?;
@@ -197,7 +196,7 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// A process that runs a front end. The kernel reports its user.
+/// A process that runs a front end. The kernel reports the user of the process.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Asker {
     pub(super) uid: u32,
@@ -462,7 +461,8 @@ impl Daemon {
         self.changed.notify_all();
     }
 
-    /// Waits until the server is in the wanted state. Returns false if the deadline comes first.
+    /// Waits until `wanted` returns true for the server, or for `None` if no server runs. Returns false if the deadline comes
+    /// first.
     pub(super) fn wait_until(
         &self,
         wanted: impl Fn(Option<&Server>) -> bool,
@@ -484,7 +484,7 @@ impl Daemon {
         self.note(|state| state.quitting = true);
     }
 
-    /// Ends the process after the command `quit`. Only two of the control daemon's files are removed.
+    /// Ends the process after the command `quit`. Like a real control daemon, it removes only two of its files.
     pub(super) fn exit(&self) -> ! {
         let status = lock(&self.state).exit_status;
         self.log(&format!("Exit with status {status}"));

@@ -24,7 +24,6 @@ impl Log {
     }
 }
 
-/// Returns milliseconds since 1970.
 fn now() -> u64 {
     let since = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
     since.as_millis().try_into().unwrap_or_default()

@@ -46,7 +46,7 @@ fn memory_text(bytes: u64) -> String {
     if mib >= 1024 { format!("{}G", mib / 1024) } else { format!("{mib}M") }
 }
 
-/// `None` if the control daemon does not accept the percentage.
+/// Parses a thread percentage. `None` if the control daemon does not accept the percentage.
 fn percentage(text: &str) -> Option<f64> {
     text.parse().ok().filter(|percentage| *percentage > 0.0 && *percentage <= 100.0)
 }

@@ -20,8 +20,8 @@ use crate::state::{Gpu, Host, Kind, visible};
 const SERVER_MIB: u64 = 66;
 const CLIENT_MIB: u64 = 580;
 
-/// The server ends a client's work in this many steps, and waits for the client in each step. So the end takes long if another
-/// process stops and continues the client all the time: the client takes part only in a few steps before the next stop.
+/// The server ends a client's work in this many steps, and waits for the client in each step. A client that another process
+/// stops again and again takes part in only a few steps between two stops, so the end of its work takes long.
 const STEPS: u32 = 20;
 
 /// A waiting server checks at this interval if its control daemon has ended.
@@ -33,7 +33,7 @@ struct Server {
     channel: OwnedFd,
     log: Log,
     state: Mutex<State>,
-    /// Notified when a client has taken part in a step of its end, or has ended.
+    /// Notified when a client has taken part in a step of the client's end, or has ended.
     taken_part: Condvar,
 }
 
@@ -61,7 +61,7 @@ struct Client {
     long_kernel: bool,
     terminated: bool,
     faulted: bool,
-    /// The number of steps of its end in which the client has taken part.
+    /// The number of steps of the client's end in which the client has taken part.
     steps: u32,
 }
 
@@ -405,7 +405,6 @@ impl Server {
         true
     }
 
-    /// Handles a fault on a GPU, which hits every client on this GPU.
     fn fault(&self, state: &mut State, ordinal: usize) {
         let hit: Vec<&mut Client> =
             state.clients.iter_mut().filter(|client| client.ordinal == ordinal).collect();
@@ -439,8 +438,8 @@ impl Server {
         }
     }
 
-    /// Removes a client that has ended. If the client has ended during one of its CUDA kernels, its end is a fault. A fault is
-    /// over when the last client that the fault has hit is removed.
+    /// Removes a client that has ended. The end of a client during a long CUDA kernel is a fault. A fault is over when the last
+    /// client that the fault has hit is removed.
     fn part_with(&self, id: u32) {
         let mut state = self.state();
         let Some(place) = state.clients.iter().position(|client| client.id == id) else { return };

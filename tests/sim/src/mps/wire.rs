@@ -44,7 +44,7 @@ pub(super) enum Order {
     },
     SetPercentage(f64),
     SetLimit(usize, Option<u64>),
-    /// Report the status. The server answers this order and the next three orders with a [`Report::Status`].
+    /// Report the status. The server answers `Query`, `DeviceQuery`, `Terminate` and `Shutdown` with a [`Report::Status`].
     Query,
     DeviceQuery,
     Terminate(u32),
@@ -78,7 +78,7 @@ pub(super) struct ClientStatus {
     pub(super) pid: u32,
     /// The client's number on its server.
     pub(super) id: u32,
-    /// The client's GPU: its ordinal in the server, and in the next two fields its UUID and its name.
+    /// The ordinal of the client's GPU in the server. The next two fields describe the same GPU.
     pub(super) ordinal: usize,
     pub(super) uuid: String,
     pub(super) name: String,
@@ -90,7 +90,8 @@ pub(super) struct ClientStatus {
 #[derive(Debug, Serialize, Deserialize)]
 pub(super) enum Event {
     Welcome(Vec<Device>),
-    /// Asks the client to take part in a step of the end of its work. The client has to answer with [`Request::TakePart`].
+    /// Asks the client to take part in one step of the end of the client's work. The client answers with
+    /// [`Request::TakePart`].
     TakePart,
     /// A CUDA error. The client can do nothing more after the error.
     Error(u32),
@@ -134,7 +135,7 @@ pub(super) fn connect(path: &Path) -> io::Result<OwnedFd> {
     Ok(socket)
 }
 
-/// Listens at this path. Replaces the socket of a former control daemon that did not remove it.
+/// Listens on a new socket at this path. Replaces a socket that an earlier control daemon did not remove.
 pub(super) fn listen(path: &Path) -> io::Result<OwnedFd> {
     let socket = socket()?;
     match std::fs::remove_file(path) {

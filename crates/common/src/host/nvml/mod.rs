@@ -160,7 +160,7 @@ impl Driver {
     }
 
     /// Waits for critical errors of the GPUs, and calls `seen` for each error with the GPU's UUID. Returns when `seen` returns
-    /// false. Fails if no GPU can report critical errors, or if NVML reports no errors any longer.
+    /// false. Fails if no GPU can report critical errors, or if NVML can't wait for errors any longer.
     pub fn watch_xids(&self, mut seen: impl FnMut(&str, CriticalError) -> bool) -> Result<(), Problem> {
         let (events, uuids) = self.xid_events()?;
         loop {
@@ -227,8 +227,6 @@ impl Driver {
     }
 }
 
-/// True if the driver asks for a reset of the GPU or a reboot of the host. None with older drivers, and for a GPU that does not
-/// answer.
 fn asks_reset(device: &Device<'_>) -> Option<bool> {
     let values = device.field_values_for(&[FieldId(NVML_FI_DEV_GET_GPU_RECOVERY_ACTION)]).ok()?;
     match values.into_iter().next()?.ok()?.value.ok()? {

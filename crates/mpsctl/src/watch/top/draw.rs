@@ -83,7 +83,8 @@ fn length(cells: usize) -> Constraint {
     Constraint::Length(u16::try_from(cells).unwrap_or(u16::MAX))
 }
 
-/// The first lines of the screen: the state of the service, and the reason of the selected slice or of the service.
+/// The first lines of the screen: the state of the service, and the reason why the selected slice or the service is in its
+/// state.
 fn header(width: usize, model: &Model, state: &TopState) -> Vec<Line<'static>> {
     let mut lines = facts(width, service_facts(model));
     let selected = model.devices.iter().find(|slice| state.slice.as_ref() == Some(&slice.addr));
@@ -140,13 +141,13 @@ fn facts(width: usize, facts: Vec<Span<'static>>) -> Vec<Line<'static>> {
     lines
 }
 
-/// The time of day: `12:34:56`.
 fn time_of_day(at: SystemTime) -> String {
     let local = time::local(at);
     local.split_once(' ').map_or(local.clone(), |(_, time)| time.to_owned())
 }
 
-/// If this version of the program does not know the service's state, the colour stands for neither good nor bad.
+/// A newer service may have a state that this version of the program does not know. That state has the colour between good and
+/// bad.
 fn tone(service: &Service) -> Tone {
     tone_of_service(&service.state).unwrap_or(Tone::Between)
 }
@@ -168,7 +169,6 @@ fn bottom(width: usize, state: &TopState) -> Line<'static> {
     }
 }
 
-/// Draws the three tables, each with as many rows as fit.
 fn body(frame: &mut Frame, area: Rect, model: &Model, state: &TopState) {
     let (slices, clients) = (state.slices(model), state.clients(model));
     let room = usize::from(area.height).saturating_sub(5);
@@ -218,7 +218,6 @@ fn events(width: usize, rows: usize, model: &Model) -> Text<'static> {
     text
 }
 
-/// The time of day of an event, or the date if the event is older than a day.
 fn at_or_date(at: SystemTime) -> String {
     let is_old = at.elapsed().is_ok_and(|age| age.as_secs() >= 86400);
     if is_old { time::local(at) } else { time_of_day(at) }
@@ -241,7 +240,6 @@ struct TopTable<'t, R> {
     /// The text of an extra row above all other rows, such as `all` above the slices. None if the table has no extra row.
     front: Option<&'static str>,
     sort: Sort,
-    /// True if keys apply to this table.
     is_focused: bool,
     /// The index of the selected row, counted from the extra row if there is an extra row.
     selected: Option<usize>,
@@ -335,12 +333,10 @@ fn side(head: &Head) -> Alignment {
     if head.is_number { Alignment::Right } else { Alignment::Left }
 }
 
-/// The number of terminal columns that a text takes.
 fn width(text: &str) -> usize {
     Span::raw(text).width()
 }
 
-/// Cuts the beginning of a text that is too wide, and puts an ellipsis in its place.
 fn cut_in_front(text: &str, room: usize) -> String {
     if width(text) <= room {
         return text.to_owned();
@@ -358,7 +354,6 @@ mod tests {
     use crate::watch::top::tests::{model, press, with_slices};
     use common::bus::proxy::BusError;
 
-    /// The lines of the screen of this size, after these keys were pressed.
     fn shown(width: u16, height: u16, model: &Model, keys: &str) -> Vec<String> {
         let mut state = TopState::default();
         press(&mut state, model, keys);

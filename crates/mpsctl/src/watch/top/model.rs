@@ -25,9 +25,9 @@ pub(super) struct Model {
     pub(super) devices: Vec<Listed<Device>>,
     pub(super) events: Vec<Listed<Event>>,
     pub(super) clients: Vec<Listed<Client>>,
-    /// The reason why the service does not answer now. None if the service answers.
+    /// The reason why the service does not answer now.
     pub(super) silent: Option<String>,
-    /// The reason why the service does not list its clients now. None if the service lists its clients.
+    /// The reason why the service does not list its clients now.
     pub(super) unlisted: Option<String>,
     published: Option<Instant>,
     listed: Option<Instant>,

@@ -56,7 +56,6 @@ impl Sort {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Action {
     Draw,
-    /// Quit, with exit status 0.
     Quit,
     /// Suspend this program, as Ctrl-Z does in other programs.
     Stop,
@@ -84,7 +83,6 @@ impl TopState {
         self.sort_slices.sorted(SLICES, model.devices.iter())
     }
 
-    /// The clients of the selected slice, or all clients if no slice is selected.
     pub(super) fn clients<'m>(&self, model: &'m Model) -> Vec<&'m Listed<Client>> {
         let is_shown = |client: &&Listed<Client>| {
             self.slice.as_ref().is_none_or(|slice| given(client).any(|one| one == slice))

@@ -68,7 +68,6 @@ pub(super) fn with_slices(slices: u32) -> Model {
     model
 }
 
-/// Presses keys, and returns the action for the last key.
 pub(super) fn press(state: &mut TopState, model: &Model, keys: &str) -> Action {
     let mut action = Action::Draw;
     for key in keys.chars() {
