@@ -105,6 +105,10 @@ impl GpuShell for Worker {
         self.reporter.show(change);
     }
 
+    fn passed(&self, step: &'static str, text: &str) {
+        tracing::debug!(step, "{text}");
+    }
+
     fn tell(&mut self, news: News, text: String) {
         let of_server = |server| Subject { server: Some(server), ..Subject::default() };
         match news {

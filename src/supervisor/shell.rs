@@ -1,12 +1,12 @@
 //! Answers the core's questions and carries out its acts while a control daemon serves. For this, the shell uses the control
 //! daemon's front end and process, NVML, files and the journal.
 
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::BTreeSet;
 use std::time::Duration;
 
 use mps_core::mps::{Client, ClientPids, Inspection, Limits};
 use mps_core::serve::{
-    ClientsOnGpus, Failure, GpuReach, GpuShell, News, Occurrence, Requested, Said, SeenGpus, Shell,
+    ClientsOnGpus, Effect, Failure, GpuReach, GpuShell, News, Occurrence, Requested, Said, SeenGpus, Shell,
 };
 use mps_core::terms::ProcessId;
 use mps_core::view::DaemonView;
@@ -71,11 +71,40 @@ impl GpuShell for RunShell<'_> {
     fn tell(&mut self, news: News, text: String) {
         self.worker.tell(news, text);
     }
+
+    fn passed(&self, step: &'static str, text: &str) {
+        self.worker.passed(step, text);
+    }
 }
 
 impl Shell for RunShell<'_> {
     fn now(&self) -> CoreTime {
         self.worker.tools.begun.elapsed()
+    }
+
+    fn carry_out(&mut self, effect: Effect) {
+        let (run, tools) = (&mut *self.run, &self.worker.tools);
+        match effect {
+            Effect::ContinueIfStopped(servers) => self.continue_if_stopped(servers),
+            Effect::ReopenWays => self.worker.admission.reopen_ways(),
+            Effect::LetGo => self.worker.let_go(),
+            Effect::KeepStateFile { stays } => self.keep_state_file(stays),
+            Effect::RotateLog => self.rotate_log(),
+            Effect::TellHit { server, ordinal, clients } => {
+                run.tell_hit(server, ordinal, clients, &self.worker.reporter, tools);
+            }
+            Effect::ClientCame(_) => tools.wake_ups.wake(&run.running.gpus, |wake_ups| &wake_ups.came),
+            Effect::CheckedInUse => tools.wake_ups.wake(&run.running.gpus, |wake_ups| &wake_ups.look),
+            Effect::RememberClients(clients) => tools.clients.want(clients),
+            Effect::ClientsAre(listed) => tools.clients.are(&self.worker.reporter.id(), listed),
+            Effect::WatchServer(server) => self.watch_server(server),
+            Effect::Answer(answer) => {
+                if let Some(reply) = self.reply.take() {
+                    // Sending fails only if the caller no longer waits for the answer.
+                    let _ = reply.send(answer.map_err(Problem::from));
+                }
+            }
+        }
     }
 
     async fn next(&mut self, until: CoreTime, takes_requests: bool) -> Result<Occurrence, Failure> {
@@ -195,14 +224,6 @@ impl Shell for RunShell<'_> {
 
     fn has_children(&self) -> Option<bool> {
         proc::has_children(self.pid()).ok()
-    }
-
-    fn continue_if_stopped(&mut self, servers: &[u32]) {
-        for pid in servers.iter().copied().chain([self.pid()]) {
-            if let Some(continued) = process::continue_if_stopped(pid) {
-                self.worker.reporter.warning(continued);
-            }
-        }
     }
 
     async fn quit_if_idle(&mut self, may_end: Permit) -> bool {
@@ -332,12 +353,44 @@ impl Shell for RunShell<'_> {
         self.worker.admission.keep_waiting()
     }
 
-    fn reopen_ways(&mut self) {
-        self.worker.admission.reopen_ways();
+    fn is_in_place(&self) -> bool {
+        self.run.running.pipe_directory == self.worker.plan.pipe_directory
     }
 
-    fn let_go(&mut self) {
-        self.worker.let_go();
+    fn misfit(&self, reach: &GpuReach) -> Option<String> {
+        let running = &self.run.running;
+        let present = Present {
+            pipe_directory: &running.pipe_directory,
+            control_directory: running.control_directory(),
+            log_directory: &running.log_directory,
+            gpus: &running.gpus,
+            multiuser: running.multiuser,
+            near_cpus: running.near_cpus,
+        };
+        self.worker.plan.misfit(&present, |uuid| !reach.is_left_out(uuid))
+    }
+
+    fn describe(&self, clients: &BTreeSet<u32>) -> String {
+        let named = clients.iter().map(|pid| format!("{pid} ({})", proc::program(*pid)));
+        named.collect::<Vec<_>>().join(", ")
+    }
+
+    fn has_clients(&self) -> bool {
+        self.worker.tools.clients.has_clients(&self.worker.reporter.id())
+    }
+
+    fn is_awaited(&self) -> bool {
+        self.reply.as_ref().is_some_and(|reply| !reply.is_closed())
+    }
+}
+
+impl RunShell<'_> {
+    fn continue_if_stopped(&self, servers: Vec<u32>) {
+        for pid in servers.into_iter().chain([self.pid()]) {
+            if let Some(continued) = process::continue_if_stopped(pid) {
+                self.worker.reporter.warning(continued);
+            }
+        }
     }
 
     fn keep_state_file(&mut self, stays: bool) {
@@ -387,56 +440,6 @@ impl Shell for RunShell<'_> {
         }
     }
 
-    fn is_in_place(&self) -> bool {
-        self.run.running.pipe_directory == self.worker.plan.pipe_directory
-    }
-
-    fn misfit(&self, reach: &GpuReach) -> Option<String> {
-        let running = &self.run.running;
-        let present = Present {
-            pipe_directory: &running.pipe_directory,
-            control_directory: running.control_directory(),
-            log_directory: &running.log_directory,
-            gpus: &running.gpus,
-            multiuser: running.multiuser,
-            near_cpus: running.near_cpus,
-        };
-        self.worker.plan.misfit(&present, |uuid| !reach.is_left_out(uuid))
-    }
-
-    fn passed(&self, step: &'static str, text: &str) {
-        tracing::debug!(step, "{text}");
-    }
-
-    fn tell_hit(&mut self, server: u32, ordinal: usize, clients: Vec<u32>) {
-        self.run.tell_hit(server, ordinal, clients, &self.worker.reporter, &self.worker.tools);
-    }
-
-    fn describe(&self, clients: &BTreeSet<u32>) -> String {
-        let named = clients.iter().map(|pid| format!("{pid} ({})", proc::program(*pid)));
-        named.collect::<Vec<_>>().join(", ")
-    }
-
-    fn client_came(&mut self, _: u32) {
-        self.worker.tools.wake_ups.wake(&self.run.running.gpus, |wake_ups| &wake_ups.came);
-    }
-
-    fn remember_clients(&mut self, clients: &BTreeSet<u32>) {
-        self.worker.tools.clients.want(clients.iter().copied());
-    }
-
-    fn clients_are(&mut self, listed: BTreeMap<u32, BTreeSet<GpuUuid>>) {
-        self.worker.tools.clients.are(&self.worker.reporter.id(), listed);
-    }
-
-    fn has_clients(&self) -> bool {
-        self.worker.tools.clients.has_clients(&self.worker.reporter.id())
-    }
-
-    fn checked_in_use(&mut self) {
-        self.worker.tools.wake_ups.wake(&self.run.running.gpus, |wake_ups| &wake_ups.look);
-    }
-
     fn watch_server(&mut self, server: u32) {
         if std::mem::replace(&mut self.worker.has_served, true) {
             self.worker.reporter.update(|status| status.view.server_restarts += 1);
@@ -447,19 +450,6 @@ impl Shell for RunShell<'_> {
         });
     }
 
-    fn is_awaited(&self) -> bool {
-        self.reply.as_ref().is_some_and(|reply| !reply.is_closed())
-    }
-
-    fn answer(&mut self, answer: Result<(), String>) {
-        if let Some(reply) = self.reply.take() {
-            // Sending fails only if the caller no longer waits for the answer.
-            let _ = reply.send(answer.map_err(Problem::from));
-        }
-    }
-}
-
-impl RunShell<'_> {
     fn say_how_it_ended(&self, how: &str) {
         let (id, pid) = (self.worker.reporter.id(), self.pid());
         tracing::debug!(step = "ended", "control daemon {pid} has ended and is still in the state file");

@@ -178,10 +178,6 @@ impl Starter for StartShell<'_> {
     fn has_ended(&mut self) {
         self.worker.end_run(self.run, None);
     }
-
-    fn passed(&self, step: &'static str, text: &str) {
-        tracing::debug!(step, "{text}");
-    }
 }
 
 impl Worker {

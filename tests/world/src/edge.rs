@@ -1,14 +1,14 @@
 //! The simulated `Shell`, through which the service's real code for a running control daemon acts on the world. Before each
 //! answer the code waits for its turn, so that any event can happen between question and answer.
 
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::BTreeSet;
 use std::future::poll_fn;
 use std::sync::{Arc, Mutex, MutexGuard};
 use std::task::Poll;
 use std::time::Duration;
 
 use mps_core::mps::{Client, ClientPids, Inspection, Limits, ServerStatus};
-use mps_core::serve::{ClientsOnGpus, Failure, GpuReach, Occurrence, Requested, Said, Shell};
+use mps_core::serve::{ClientsOnGpus, Effect, Failure, GpuReach, Occurrence, Requested, Said, Shell};
 use mps_core::{CoreTime, DaemonId, Permit, Tenure};
 
 use super::answers::{difference, inspect, listed, read_line, setting};
@@ -195,9 +195,69 @@ pub(crate) fn check_what_is_ready_takes_clients(mps: &Mps) {
     assert!(faulted.is_none(), "what-is-ready-takes-clients: {} is ready, and {faulted:?}", mps.pid);
 }
 
+/// Checks the promise `programs-wait-for-a-server`: the service releases the waiting programs only when a server has the
+/// GPUs. Programs that are released too early run without MPS, and then no server can start. The check is skipped if the
+/// server may have ended without the service's knowledge.
+fn check_programs_wait_for_a_server(mps: &Mps) {
+    let is_known = mps.is_alive && mps.reader.ended.is_empty() && mps.reader.position == mps.log.len();
+    assert!(
+        !mps.servers.is_empty() || mps.serves_one_user || mps.ways.is_none() || !is_known,
+        "programs-wait-for-a-server: {} has none, and programs that have waited begin",
+        mps.pid
+    );
+}
+
 impl Shell for SimShell {
     fn now(&self) -> CoreTime {
         self.lock().now
+    }
+
+    fn carry_out(&mut self, effect: Effect) {
+        let mut mps = self.lock();
+        match effect {
+            Effect::ContinueIfStopped(servers) => {
+                mps.note(format_args!("continue{}", spaced(&servers)));
+                mps.go_on(&servers);
+            }
+            Effect::ReopenWays => {
+                mps.note(format_args!("lead again"));
+                self.admission.reopen_ways(&mut mps);
+            }
+            Effect::LetGo => {
+                mps.note(format_args!("let go"));
+                check_programs_wait_for_a_server(&mps);
+                self.admission.let_go();
+            }
+            Effect::KeepStateFile { stays } => {
+                mps.note(format_args!("keep the state file, stays: {stays}"));
+                mps.keep_state_file();
+            }
+            Effect::RotateLog => mps.note(format_args!("rotate the log")),
+            Effect::TellHit { server, ordinal, clients } => mps.tell_hit(server, ordinal, &clients),
+            Effect::ClientCame(client) => mps.note(format_args!("client {client} came")),
+            Effect::RememberClients(clients) => {
+                mps.note(format_args!("remember {clients:?}"));
+                mps.look_at_clients(true);
+            }
+            Effect::ClientsAre(listed) => {
+                mps.note(format_args!("clients are {:?}", listed.keys()));
+                mps.are_listed(listed);
+            }
+            Effect::CheckedInUse => mps.note(format_args!("checked in use")),
+            Effect::WatchServer(server) => {
+                mps.note(format_args!("watch {server}"));
+                mps.turn_during("watch");
+                if mps.servers.get(&server).is_some_and(|one| !one.has_ended) {
+                    mps.reader.watched.insert(server);
+                } else {
+                    mps.reader.ended.push_back(server);
+                }
+            }
+            Effect::Answer(answer) => {
+                mps.stage.answered.push(answer);
+                (mps.reader.is_forced, mps.reader.asked_at) = (false, None);
+            }
+        }
     }
 
     async fn next(&mut self, until: CoreTime, takes_requests: bool) -> Result<Occurrence, Failure> {
@@ -377,12 +437,6 @@ impl Shell for SimShell {
         is_known.then(|| !mps.servers.is_empty())
     }
 
-    fn continue_if_stopped(&mut self, servers: &[u32]) {
-        let mut mps = self.lock();
-        mps.note(format_args!("continue{}", spaced(servers)));
-        mps.go_on(servers);
-    }
-
     async fn quit_if_idle(&mut self, may_end: Permit) -> bool {
         let is_ours = |mps: &Mps| mps.listener() == Some(mps.pid);
         if !is_ours(&self.lock()) {
@@ -522,37 +576,6 @@ impl Shell for SimShell {
         kept
     }
 
-    fn reopen_ways(&mut self) {
-        let mut mps = self.lock();
-        mps.note(format_args!("lead again"));
-        self.admission.reopen_ways(&mut mps);
-    }
-
-    /// Checks the promise `programs-wait-for-a-server`: the service releases the waiting programs only when a server has the
-    /// GPUs. Programs that are released too early run without MPS, and then no server can start. The check is skipped if the
-    /// server may have ended without the service's knowledge.
-    fn let_go(&mut self) {
-        let mut mps = self.lock();
-        mps.note(format_args!("let go"));
-        let is_known = mps.is_alive && mps.reader.ended.is_empty() && mps.reader.position == mps.log.len();
-        assert!(
-            !mps.servers.is_empty() || mps.serves_one_user || mps.ways.is_none() || !is_known,
-            "programs-wait-for-a-server: {} has none, and programs that have waited begin",
-            mps.pid
-        );
-        self.admission.let_go();
-    }
-
-    fn keep_state_file(&mut self, stays: bool) {
-        let mut mps = self.lock();
-        mps.note(format_args!("keep the state file, stays: {stays}"));
-        mps.keep_state_file();
-    }
-
-    fn rotate_log(&mut self) {
-        self.lock().note(format_args!("rotate the log"));
-    }
-
     fn is_in_place(&self) -> bool {
         !self.lock().stage.is_elsewhere
     }
@@ -566,60 +589,15 @@ impl Shell for SimShell {
         (!wanted.eq(mps.gpus.iter())).then(|| "it has other GPUs".to_owned())
     }
 
-    fn passed(&self, step: &'static str, _: &str) {
-        self.lock().stage.steps.push(step);
-    }
-
-    fn tell_hit(&mut self, server: u32, ordinal: usize, clients: Vec<u32>) {
-        self.lock().tell_hit(server, ordinal, &clients);
-    }
-
     fn describe(&self, clients: &BTreeSet<u32>) -> String {
         clients.iter().map(u32::to_string).collect::<Vec<_>>().join(", ")
-    }
-
-    fn client_came(&mut self, client: u32) {
-        self.lock().note(format_args!("client {client} came"));
-    }
-
-    fn remember_clients(&mut self, clients: &BTreeSet<u32>) {
-        let mut mps = self.lock();
-        mps.note(format_args!("remember {clients:?}"));
-        mps.look_at_clients(true);
-    }
-
-    fn clients_are(&mut self, listed: BTreeMap<u32, BTreeSet<String>>) {
-        let mut mps = self.lock();
-        mps.note(format_args!("clients are {:?}", listed.keys()));
-        mps.are_listed(listed);
     }
 
     fn has_clients(&self) -> bool {
         self.lock().has_known_clients()
     }
 
-    fn checked_in_use(&mut self) {
-        self.lock().note(format_args!("checked in use"));
-    }
-
-    fn watch_server(&mut self, server: u32) {
-        let mut mps = self.lock();
-        mps.note(format_args!("watch {server}"));
-        mps.turn_during("watch");
-        if mps.servers.get(&server).is_some_and(|one| !one.has_ended) {
-            mps.reader.watched.insert(server);
-        } else {
-            mps.reader.ended.push_back(server);
-        }
-    }
-
     fn is_awaited(&self) -> bool {
         self.lock().is_awaited()
-    }
-
-    fn answer(&mut self, answer: Result<(), String>) {
-        let mut mps = self.lock();
-        mps.stage.answered.push(answer);
-        (mps.reader.is_forced, mps.reader.asked_at) = (false, None);
     }
 }

@@ -7,6 +7,7 @@ use alloc::string::String;
 
 use super::blocker::{Blocker, Change, ClearedBy, Progress};
 use super::door::Door;
+use super::effect::Effect;
 use super::gpus::{ProcessesOnGpus, clients_among};
 use super::news::News;
 use super::shell::{Failure, Shell};
@@ -61,7 +62,7 @@ impl<S: Shell> Serving<'_, S> {
         let there = self.read_gpus().await?;
         let in_use = !clients_among(&there).is_empty();
         if in_use || self.run.in_use {
-            self.shell.checked_in_use();
+            self.shell.carry_out(Effect::CheckedInUse);
         }
         self.run.in_use = in_use;
         if in_use {
@@ -77,7 +78,7 @@ impl<S: Shell> Serving<'_, S> {
         self.find_misfit();
         self.compare_servers();
         self.keep_state_file();
-        self.shell.rotate_log();
+        self.shell.carry_out(Effect::RotateLog);
         self.show_state();
         Ok(None)
     }
@@ -97,7 +98,7 @@ impl<S: Shell> Serving<'_, S> {
         there.retain(|gpu, _| self.run.gpus.contains(gpu));
         let mut servers: BTreeSet<u32> = self.run.servers.alive().into_iter().collect();
         let mut clients = clients_among(&there);
-        self.shell.remember_clients(&clients);
+        self.shell.carry_out(Effect::RememberClients(clients.clone()));
         self.run.bypasses_at = None;
         let are_all_servers = there.values().flatten().all(|process| servers.contains(&process.pid));
         if !are_all_servers || self.shell.has_clients() {
@@ -118,7 +119,8 @@ impl<S: Shell> Serving<'_, S> {
                 let its = there.iter().filter(|(_, there)| is_there(pid, there));
                 its.map(|(gpu, _)| gpu.clone()).collect()
             };
-            self.shell.clients_are(listed.iter().map(|pid| (*pid, gpus_of(*pid))).collect());
+            let used = listed.iter().map(|pid| (*pid, gpus_of(*pid))).collect();
+            self.shell.carry_out(Effect::ClientsAre(used));
             servers = all.into_keys().collect();
             clients = listed;
         }
@@ -148,7 +150,7 @@ impl<S: Shell> Serving<'_, S> {
             let gpus = self.run.gpus.iter().filter(|uuid| client.is_on(uuid)).cloned();
             listed.entry(client.pid).or_default().extend(gpus);
         }
-        self.shell.clients_are(listed);
+        self.shell.carry_out(Effect::ClientsAre(listed));
     }
 
     /// Updates the state file, with which the next process of the service takes the control daemon over. If the order needs
@@ -157,7 +159,8 @@ impl<S: Shell> Serving<'_, S> {
         // The clients that were hit must be reported before the state file records that the log's lines were read. The next
         // process of the service reports only later lines.
         self.tell_fault();
-        self.shell.keep_state_file(!self.run.blockers.has(ClearedBy::Order));
+        let stays = !self.run.blockers.has(ClearedBy::Order);
+        self.shell.carry_out(Effect::KeepStateFile { stays });
     }
 
     /// Prepares the control daemon for the next process of the service, which takes it over.

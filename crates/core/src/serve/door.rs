@@ -14,6 +14,7 @@ use alloc::string::String;
 use core::time::Duration;
 
 use super::Serving;
+use super::effect::Effect;
 use super::limits::TAKES_LIMITS;
 use super::shell::Shell;
 
@@ -47,7 +48,7 @@ impl<S: Shell> Serving<'_, S> {
         if let Err(why) = self.shell.keep_waiting()
             && !self.run.blockers.is_unreached()
         {
-            self.shell.reopen_ways();
+            self.shell.carry_out(Effect::ReopenWays);
             return Err(format!("the service can't make new programs wait for a control daemon: {why}"));
         }
         self.run.door = Door::Closed;
@@ -64,7 +65,7 @@ impl<S: Shell> Serving<'_, S> {
     /// Opens the closed door, unless the control daemon was asked to end.
     pub(super) fn open_door(&mut self) {
         if self.run.door == Door::Closed {
-            self.shell.reopen_ways();
+            self.shell.carry_out(Effect::ReopenWays);
             self.run.door = Door::Opened;
             self.show_state();
         }
@@ -96,7 +97,7 @@ impl<S: Shell> Serving<'_, S> {
                 return;
             }
         }
-        self.shell.let_go();
+        self.shell.carry_out(Effect::LetGo);
         self.run.door = Door::Open;
     }
 }

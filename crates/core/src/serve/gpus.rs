@@ -49,6 +49,9 @@ pub trait GpuShell: Send {
     fn show(&mut self, change: impl FnOnce(&mut DaemonView));
 
     fn tell(&mut self, news: News, text: String);
+
+    /// The service has taken a step of a start or of a reload. Tests kill the service at each step.
+    fn passed(&self, step: &'static str, text: &str);
 }
 
 /// The reason why a GPU of an order is out of service: the control daemon does not serve it for now.

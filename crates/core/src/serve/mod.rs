@@ -30,6 +30,7 @@ mod capacity;
 mod check;
 mod configure;
 mod door;
+mod effect;
 mod end;
 mod failing;
 pub mod fault;
@@ -52,6 +53,7 @@ use alloc::vec::Vec;
 use core::time::Duration;
 
 pub use bypasses::CONFIRM_AFTER;
+pub use effect::Effect;
 pub use end::Judged;
 pub use failing::Failing;
 pub use gpus::{GpuReach, GpuShell, SeenGpu, SeenGpus};

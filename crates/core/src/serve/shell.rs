@@ -6,6 +6,7 @@ use alloc::string::String;
 use alloc::vec::Vec;
 use core::time::Duration;
 
+use super::effect::Effect;
 use super::gpus::{GpuReach, GpuShell};
 use crate::mps::{Client, ClientPids, Inspection, Limits, Meaning};
 use crate::{CoreTime, GpuUuid, Permit};
@@ -16,7 +17,7 @@ pub enum Occurrence {
     Said(Said),
     Ended,
     ServerEnded(u32),
-    /// A caller has made a request. If the request has an answer, [`Shell::answer`] sends it.
+    /// A caller has made a request. [`Effect::Answer`] sends the answer of a request.
     Asked(Requested),
     /// No event has come before the deadline.
     Nothing,
@@ -88,6 +89,8 @@ pub type ClientsOnGpus = BTreeMap<GpuUuid, Result<BTreeSet<u32>, String>>;
 /// The questions and acts about one running control daemon. Each call has its own deadline, so no call waits forever.
 pub trait Shell: GpuShell {
     fn now(&self) -> CoreTime;
+
+    fn carry_out(&mut self, effect: Effect);
 
     /// Waits for the next event, at most until `until`. Requests of callers are returned only if `takes_requests` is true. An
     /// error means that the log can't be read.
@@ -177,10 +180,6 @@ pub trait Shell: GpuShell {
     /// out.
     fn has_children(&self) -> Option<bool>;
 
-    /// Continues the control daemon and these servers if a signal has stopped them, and writes a message about it to the
-    /// journal.
-    fn continue_if_stopped(&mut self, servers: &[u32]);
-
     /// Asks the control daemon to end as soon as it has no client. Returns true if the control daemon has ended.
     fn quit_if_idle(&mut self, may_end: Permit) -> impl Future<Output = bool> + Send;
 
@@ -224,19 +223,6 @@ pub trait Shell: GpuShell {
     /// The links that still point to the control daemon, in words.
     fn keep_waiting(&mut self) -> Result<(), String>;
 
-    fn reopen_ways(&mut self);
-
-    /// Lets the programs go on that wait at the waiting socket. Each of these programs starts without MPS, unless the driver
-    /// refuses it since a server has the GPU.
-    fn let_go(&mut self);
-
-    /// Updates the state file and the published facts about the process. `stays` is true if the running control daemon can
-    /// serve the order, so that it is not about to be replaced. The service then also reports if the control daemon's log can't
-    /// be written.
-    fn keep_state_file(&mut self, stays: bool);
-
-    fn rotate_log(&mut self);
-
     /// Returns whether the control daemon uses the pipe directory that the order names.
     fn is_in_place(&self) -> bool;
 
@@ -244,32 +230,11 @@ pub trait Shell: GpuShell {
     /// out the order. A GPU that is out of service does not count as a reason.
     fn misfit(&self, reach: &GpuReach) -> Option<String>;
 
-    fn passed(&self, step: &'static str, text: &str);
-
-    /// Reports the clients that a fatal GPU error of this server has hit on one GPU. `ordinal` is the GPU's position in the
-    /// control daemon's list of GPUs.
-    fn tell_hit(&mut self, server: u32, ordinal: usize, clients: Vec<u32>);
-
     fn describe(&self, clients: &BTreeSet<u32>) -> String;
 
-    fn client_came(&mut self, client: u32);
-
-    /// Asks the service to find out the owners of these clients, so that a later message can name the owners.
-    fn remember_clients(&mut self, clients: &BTreeSet<u32>);
-
-    /// Records the clients that the control daemon lists, each with the GPUs that it is known to use.
-    fn clients_are(&mut self, listed: BTreeMap<u32, BTreeSet<GpuUuid>>);
-
     fn has_clients(&self) -> bool;
-
-    fn checked_in_use(&mut self);
-
-    /// From now on, an [`Occurrence::ServerEnded`] reports the end of this server.
-    fn watch_server(&mut self, server: u32);
 
     /// Returns whether the caller of the last request still waits for its answer. A caller that does not wait any more has got
     /// an error, so the request must not be carried out.
     fn is_awaited(&self) -> bool;
-
-    fn answer(&mut self, answer: Result<(), String>);
 }

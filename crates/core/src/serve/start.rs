@@ -80,8 +80,6 @@ pub trait Starter: Send {
     fn comes_up(&mut self, reach: &mut GpuReach) -> impl Future<Output = Result<(), Failure>> + Send;
 
     fn has_ended(&mut self);
-
-    fn passed(&self, step: &'static str, text: &str);
 }
 
 /// The part of an order about the users of a control daemon. Only the start of a control daemon needs this part.
@@ -122,7 +120,7 @@ pub async fn start(
     if gpus.is_empty() {
         return Err(Failure::Waiting(reach.why_none(wanted)));
     }
-    shell.passed("compute-modes", "compute modes are set");
+    shell.gpus().passed("compute-modes", "compute modes are set");
     let mut multiuser = users.multiuser;
     loop {
         shell.spawn(&gpus, multiuser).await?;
@@ -141,7 +139,7 @@ pub async fn start(
         shell.gpus().tell(News::Event, format!("{refuses}, and serves one user at a time"));
         multiuser = false;
     }
-    shell.passed("listens", "the control daemon listens");
+    shell.gpus().passed("listens", "the control daemon listens");
     Ok(multiuser)
 }
 
