@@ -159,7 +159,9 @@ impl Daemon {
             return Ok(());
         }
         if let Err(error) = self.state_file.lock().set_bindings(bindings) {
-            let text = format!("no binding is changed, since the state file can't be written: {error}");
+            let text = format!(
+                "no control group was bound or unbound, since the state file can't be written: {error}"
+            );
             return Err(RequestError::Failed(text));
         }
         self.next_look_at_groups.get_or_insert_with(|| Instant::now() + LOOK_PERIOD);
@@ -218,8 +220,8 @@ fn find(group: &GroupOf) -> Result<ControlGroup, RequestError> {
     let path = path_of(group)?;
     if let Some(what) = control_groups::shared_by(&path) {
         return Err(RequestError::SharedControlGroup(format!(
-            "control group {path} is {what}: every process in it would have the slices; start the program in a control \
-             group of its own, for example by systemd-run --scope"
+            "control group {path} is {what}: every process in this control group would get the GPU \
+             slices; start the program in a separate control group, for example by systemd-run --scope"
         )));
     }
     control_groups::find(&path).map_err(|error| {

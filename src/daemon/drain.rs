@@ -54,7 +54,8 @@ impl Daemon {
         self.settle();
         linked.map_err(|stuck| {
             RequestError::Failed(format!(
-                "the change of the drain is saved, but new clients can still connect to drained slices: {stuck}"
+                "the request to drain or undrain is saved, but new clients can still connect to drained \
+                 slices: {stuck}"
             ))
         })
     }

@@ -38,7 +38,7 @@ pub fn main() -> ExitCode {
     }
     let runtime = match tokio::runtime::Builder::new_current_thread().enable_all().build() {
         Ok(runtime) => runtime,
-        Err(error) => return fail(&format!("the runtime of this program can't be started: {error}")),
+        Err(error) => return fail(&format!("the event loop of this program can't be started: {error}")),
     };
     // The main loop is a task of the runtime, so that it takes turns with the other tasks. So a new state is published before
     // other tasks act on it.
@@ -53,7 +53,7 @@ pub fn main() -> ExitCode {
 fn check(sources: Sources, as_json: bool) -> ExitCode {
     let runtime = match tokio::runtime::Builder::new_current_thread().enable_all().build() {
         Ok(runtime) => runtime,
-        Err(error) => return fail(&format!("the runtime of this program can't be started: {error}")),
+        Err(error) => return fail(&format!("the event loop of this program can't be started: {error}")),
     };
     let report = runtime.block_on(CheckReport::new(sources));
     let text = if as_json {

@@ -219,8 +219,8 @@ fn signalled(wanted: ContainerStop) -> Result<Target, RequestError> {
     let group = control_groups::of_container(&path, &container).to_owned();
     if let Some(what) = control_groups::shared_by(&group) {
         return Err(RequestError::SharedControlGroup(format!(
-            "process {pid} is in {what}, {group}, which does not belong to a container; yunion-mpsctl \
-             terminate ends the GPU work of such a process"
+            "process {pid} is in control group {group} ({what}), which does not belong to a container; \
+             yunion-mpsctl terminate ends the GPU work of such a process"
         )));
     }
     Ok(Target::Signalled(Stop { group, first: pid, signal, to_all }))

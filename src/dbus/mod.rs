@@ -109,7 +109,8 @@ impl BusConnection {
         let generation = new.generation;
         if let Err(e) = self.mirror(new).await {
             tracing::debug!(
-                "the D-Bus signals about generation {generation} of the state were not sent: {e}"
+                "the D-Bus signals about changes of the service's state (generation {generation}) were \
+                 not sent: {e}"
             );
         }
     }

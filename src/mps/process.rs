@@ -202,7 +202,7 @@ const IDLE_QUIT_TIMEOUT: Duration = Duration::from_secs(3);
 /// Asks a control daemon that seems to have no client to end. Returns true if the control daemon has ended. If a client comes
 /// meanwhile, the control daemon ends only after this client, so no client loses work.
 pub(crate) async fn stop_idle(process: &mut Process, control: &Control, may_end: Permit) -> bool {
-    tell_cause("is asked to end without clients", process, may_end);
+    tell_cause("is asked to end once it has no client", process, may_end);
     if !listens(process, control) {
         return false;
     }

@@ -78,7 +78,9 @@ fn in_the_way(moved: &[String]) -> String {
     let named = moved.iter().take(MOVED_TOLD).cloned().collect::<Vec<_>>().join("; ");
     match moved.len().saturating_sub(MOVED_TOLD) {
         0 => named,
-        more => format!("{named}; {more} more entries were in the way and were renamed"),
+        more => {
+            format!("{named}; {more} more files or directories were in the way of links and were renamed")
+        }
     }
 }
 
@@ -116,8 +118,8 @@ mod tests {
         );
         let moved: Vec<String> = (0..6).map(|number| format!("{number} was a FIFO")).collect();
         assert_eq!(in_the_way(&moved[..1]), "0 was a FIFO");
-        assert!(
-            in_the_way(&moved).ends_with("3 was a FIFO; 2 more entries were in the way and were renamed")
-        );
+        assert!(in_the_way(&moved).ends_with(
+            "3 was a FIFO; 2 more files or directories were in the way of links and were renamed"
+        ));
     }
 }

@@ -69,7 +69,7 @@ impl NvmlWorker {
             })?;
             tracing::debug!(
                 step = "mode-written-down",
-                "the compute mode of {uuid} is saved in the state file"
+                "the previous compute mode of {uuid} is saved in the state file"
             );
             driver.set_compute_mode(uuid, mode)?;
             tracing::debug!(step = "mode-set", "the compute mode of {uuid} is set");
@@ -91,12 +91,12 @@ impl NvmlWorker {
             let ours = state_file.lock().compute_mode_set(uuid);
             let current = driver.compute_mode(uuid)?;
             if current == previous {
-                tracing::debug!("compute mode of {uuid} is {current} as before");
+                tracing::debug!("compute mode of {uuid} is already {current} and need not be restored");
             } else if current == ours {
                 driver.set_compute_mode(uuid, previous)?;
                 tracing::debug!(
                     step = "mode-back",
-                    "the compute mode of {uuid} is restored, and still in the state file"
+                    "the compute mode of {uuid} is restored, but not yet removed from the state file"
                 );
                 tracing::info!(
                     gpu_uuid = uuid,
@@ -110,11 +110,11 @@ impl NvmlWorker {
             }
             let forgotten = state_file.lock().forget_compute_mode(uuid);
             forgotten.map_err(|error| {
-                format!("the former compute mode of {uuid} can't be removed from the state file: {error}")
+                format!("the previous compute mode of {uuid} can't be removed from the state file: {error}")
             })?;
             tracing::debug!(
                 step = "mode-forgotten",
-                "the compute mode of {uuid} is not in the state file any more"
+                "the previous compute mode of {uuid} is removed from the state file"
             );
             Ok(())
         })

@@ -147,7 +147,7 @@ impl Shell for RunShell<'_> {
 
     fn end_of_log(&mut self, skips: bool) -> Option<u64> {
         if skips && let Err(error) = self.run.log.skip_to_end() {
-            tracing::debug!("the end of the log can't be found: {error}");
+            tracing::debug!("the service can't skip to the end of the control daemon's log: {error}");
         }
         self.run.log.length().ok()
     }
@@ -232,9 +232,9 @@ impl Shell for RunShell<'_> {
             return false;
         }
         let why = if self.worker.is_retiring() {
-            ", since it had no client"
+            ", since the configuration no longer needs this control daemon, which had no client"
         } else {
-            " for a restart, since it had no client"
+            " for a restart, at a time when it had no client"
         };
         let (id, pid) = (self.worker.reporter.id(), self.pid());
         self.worker.reporter.event(format!("control daemon {id} (PID {pid}) ended{why}"));
@@ -452,7 +452,10 @@ impl RunShell<'_> {
 
     fn say_how_it_ended(&self, how: &str) {
         let (id, pid) = (self.worker.reporter.id(), self.pid());
-        tracing::debug!(step = "ended", "control daemon {pid} has ended and is still in the state file");
+        tracing::debug!(
+            step = "ended",
+            "control daemon {pid} has ended, but is not yet removed from the state file"
+        );
         self.worker.reporter.event(format!("control daemon {id} (PID {pid}) ended by {how}"));
     }
 

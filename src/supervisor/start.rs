@@ -121,7 +121,9 @@ impl Starter for StartShell<'_> {
             Ok(clients) => Ok(clients.values().flatten().count()),
         };
         let directory = directory.display().to_string();
-        let end_it = format!("end it with `echo quit | CUDA_MPS_PIPE_DIRECTORY={directory} {PROGRAM}`");
+        let end_it = format!(
+            "end this control daemon with `echo quit | CUDA_MPS_PIPE_DIRECTORY={directory} {PROGRAM}`"
+        );
         Ok(Some(Stranger { pid: control.daemon_pid(), directory, end_it, clients }))
     }
 
@@ -211,7 +213,7 @@ impl Worker {
             let problem = Problem::new(
                 "is the path at which the control daemon makes a FIFO, so the control daemon would write no \
                  log",
-                "configure a log directory outside of the pipe directory",
+                "set cuda_mps_log_directory to a directory outside of the pipe directory",
             );
             return Err(BadDirectory { path: plan.log_directory.clone(), problem });
         }
@@ -263,7 +265,10 @@ impl Worker {
             log_offset: begin,
         };
         let pid = running.process.pid;
-        tracing::debug!(step = "spawned", "PID {pid} waits to become the control daemon");
+        tracing::debug!(
+            step = "spawned",
+            "process {pid} waits until the service lets it become the control daemon"
+        );
         self.write_down(&running)?;
         tracing::debug!(step = "written-down", "PID {pid} is saved in the state file");
         if systemd::runs_us() {
@@ -276,8 +281,8 @@ impl Worker {
                     ));
                     systemd::lift_limits().await.map_err(|error| {
                         Failure::Failed(format!(
-                            "control daemon {id} is not started, since MemoryMax= of this service could end \
-                             the control daemon: {error}"
+                            "control daemon {id} is not started: MemoryMax= and TasksMax= of this service \
+                             would apply to the control daemon, and can't be lifted: {error}"
                         ))
                     })?;
                 }

@@ -204,7 +204,8 @@ impl StateFile {
         let bytes: usize = parts.iter().map(|part| part.len()).sum();
         if bytes > MAX_BYTES {
             let too_large = format!(
-                "{file} would have {bytes} bytes, and at most {MAX_BYTES} are read",
+                "{file} would have {bytes} bytes, but the service reads at most {MAX_BYTES} bytes of \
+                 this file",
                 file = file.display()
             );
             return Err(io::Error::new(io::ErrorKind::FileTooLarge, too_large));
@@ -348,7 +349,10 @@ mod tests {
         state_file.remember_control_daemon(DaemonId::Shared, running("/mps")).unwrap();
         let too_long = PathBuf::from("x".repeat(MAX_BYTES));
         let refused = state_file.remember_cdi_spec(Some(too_long)).unwrap_err().to_string();
-        assert!(refused.contains("state.json would have") && refused.ends_with("are read"), "{refused}");
+        assert!(
+            refused.contains("state.json would have") && refused.ends_with("bytes of this file"),
+            "{refused}"
+        );
         assert_eq!(state_file.cdi_spec(), None);
         assert_eq!(open(&directory).control_daemons().len(), 1);
     }

@@ -166,7 +166,10 @@ impl SupervisorHandle {
     /// If too many requests wait, the request is dropped. The channel for its answer is then closed, which the caller notices.
     fn send(&self, request: Requested, reply: Option<Answer>) {
         if let Err(error) = self.requests.try_send((request, reply)) {
-            tracing::debug!("too many requests wait for a control daemon, so a request is dropped: {error}");
+            tracing::debug!(
+                "a control daemon has too many requests to carry out, so a further request is \
+                 dropped: {error}"
+            );
         }
     }
 }

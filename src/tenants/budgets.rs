@@ -244,7 +244,7 @@ impl GpuWatch {
         let processes = match self.nvml.processes(uuid).await {
             Ok(processes) => processes,
             Err(error) => {
-                tracing::debug!(gpu_uuid = uuid, "the clients of {uuid} are not known: {error}");
+                tracing::debug!(gpu_uuid = uuid, "NVML can't list the clients of GPU {uuid}: {error}");
                 self.due = self.watch.is_blind(now).map(|due| self.begun + due);
                 self.over.send_replace(Vec::new());
                 if self.looked_at.duration_since(self.seen_at) > STAND {
@@ -254,7 +254,7 @@ impl GpuWatch {
             }
         };
         self.seen_at = self.looked_at;
-        tracing::debug!(gpu_uuid = uuid, step = "budgets", "the clients of {uuid} are counted");
+        tracing::debug!(gpu_uuid = uuid, step = "budgets", "the clients of GPU {uuid} are counted");
         let via_mps = processes.iter().filter(|process| process.via_mps);
         let found: Vec<ProcessId> = via_mps.filter_map(|process| identity::read(process.pid).ok()).collect();
         let known = self.clients.look_up(&found).await;
@@ -340,7 +340,8 @@ impl GpuWatch {
                 enforcer.enforce(&mut shell, || over.borrow().clone(), identity::runs).await;
             if let Some(reason) = broken_off {
                 tracing::debug!(
-                    "the service ends no more GPU work of slices that are over their budgets: {reason}"
+                    "the service breaks off an attempt to end GPU work of slices that are over their \
+                     budgets: {reason}"
                 );
             }
             (enforcer, victims)

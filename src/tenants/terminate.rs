@@ -88,7 +88,7 @@ impl Processes {
 
 fn silent() -> String {
     format!(
-        "the kernel did not answer within {seconds} s; the call may be stuck in the driver",
+        "the kernel did not answer within {seconds} s; the system call may be stuck in the NVIDIA driver",
         seconds = PATIENCE.as_secs()
     )
 }
@@ -165,8 +165,8 @@ impl TerminationShell for EndingShell<Processes> {
             RequestNews::MayHaveEnded => tracing::warn!(
                 mps_server_pid = server,
                 mps_client_pid = pid,
-                "the control daemon has not answered a request, so the GPU work of this client may have \
-                 ended or not: {owner}"
+                "the control daemon has not answered the request to end the GPU work of this client, so the \
+                 work may have ended or not: {owner}"
             ),
         }
     }

@@ -90,8 +90,8 @@ const SLIPS: [(&str, u32, &str); 6] = [
     (
         "devices:\n- path: \"/dev/dri/renderD128\"\ntype: \"NVIDIA_MPS\"\nvirtual_number: 4\n",
         3,
-        "type: the key stands outside of the list `devices`; indent this key as far as the key path of the \
-         entry",
+        "type: the key stands outside of the list `devices`; indent this key as far as the key `path` of \
+         the entry",
     ),
     (
         "devices:\n- path: \"/dev/dri/renderD128\"\n type: \"NVIDIA_MPS\"\n  virtual_number: 4\n",

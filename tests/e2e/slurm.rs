@@ -183,7 +183,7 @@ fn prolog(machine: &mut Machine) {
     // and prints the reason.
     machine.sh("exec /etc/slurm/prolog.sh");
     let elsewhere = machine.complained(&["sh", "-c", "SLURM_JOB_GPUS=0 exec /etc/slurm/prolog.sh"]);
-    assert!(elsewhere.contains("which does not belong to a job: PrologFlags=RunInJob"), "{elsewhere}");
+    assert!(elsewhere.contains("which does not belong to a job: set PrologFlags=RunInJob"), "{elsewhere}");
     machine.sh(&prolog("SLURM_JOB_GPUS=1,2"));
     assert_eq!(bound(), 2);
     // A client that claims a slice of its job has this slice. A client that claims another slice has all slices of its job.

@@ -249,9 +249,9 @@ fn the_same_gpu_twice() {
         "path: /dev/dri/renderD128, type: NVIDIA_MPS, virtual_number: 4",
         "path: \"00:06.0\", type: NVIDIA_MPS, virtual_number: 2",
     ]);
-    let message = "/etc/yunion/host_container_device.yml:3: devices[1].path: 00:06.0 (0000:00:06.0) is \
-                   named a second time; keep one entry: /etc/yunion/host_container_device.yml:2 names this \
-                   GPU as /dev/dri/renderD128";
+    let message = "/etc/yunion/host_container_device.yml:3: devices[1].path: 00:06.0 (0000:00:06.0) \
+                   already has an entry; keep only one of the two entries: \
+                   /etc/yunion/host_container_device.yml:2 names this GPU as /dev/dri/renderD128";
     refused(host, message);
 }
 

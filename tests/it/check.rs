@@ -79,7 +79,10 @@ fn without_a_daemon_it_says_what_would_be() {
     assert_eq!(status, Some(0), "{said}");
     // `yunion-mps-daemon --check` prints the same text as `yunion-mpsctl check`.
     assert_eq!(said, text(&host.check()));
-    assert!(said.ends_with("\nNothing to compare with: yunion-mps-daemon is not running\n"), "{said}");
+    assert!(
+        said.ends_with("\nWhat a reload would change is unknown: yunion-mps-daemon is not running\n"),
+        "{said}"
+    );
     let document = document(&host);
     assert_eq!(document["right"], true);
     assert_eq!(document["plan"]["gpus"][0]["mps_memory_limit"], 35942);
@@ -184,8 +187,8 @@ fn what_stops_the_host_agent_is_told_everywhere() {
     let warnings = [
         "cuda_mps_topology: with the topology per_gpu every container fails, unless the platform's host \
          agent reads D-Bus: ",
-        "devices[0].path: the platform's host agent does not start with the path 0000:00:06.0, unless the \
-         agent reads D-Bus; name the GPU by its render node, /dev/dri/renderD128\n",
+        "devices[0].path: the platform's host agent rejects the path 0000:00:06.0 and does not start, unless \
+         the agent reads D-Bus; name the GPU by its render node, /dev/dri/renderD128\n",
     ];
     let told = [text(&host.check()), check(&host, &[]).1];
     for (told, warning) in told.iter().flat_map(|told| warnings.map(|warning| (told, warning))) {
@@ -288,12 +291,14 @@ fn a_configuration_that_is_gone_has_a_name() {
 fn a_gpu_that_another_entry_claims_is_told_with_it() {
     let mut host = Host::new("h200");
     host.devices(&["path: /dev/dri/renderD128, type: NVIDIA_GPU_SHAER, virtual_number: 4"]);
-    let reason = "every NVIDIA GPU of this host has another use: 0000:00:06.0 has the type NVIDIA_GPU_SHAER \
-                  in /etc/yunion/host_container_device.yml:2; write type: NVIDIA_MPS";
+    let reason = "every NVIDIA GPU of this host has a use other than MPS: 0000:00:06.0 has the type \
+                  NVIDIA_GPU_SHAER in /etc/yunion/host_container_device.yml:2; write type: NVIDIA_MPS";
     for said in [text(&host.check()), check(&host, &[]).1] {
         assert!(said.contains(&format!("\nno GPU would be served: {reason}")), "{said}");
         assert!(
-            said.contains("the platform's host agent does not start with the type \"NVIDIA_GPU_SHAER\""),
+            said.contains(
+                "the platform's host agent rejects the type \"NVIDIA_GPU_SHAER\" and does not start"
+            ),
             "{said}"
         );
     }

@@ -231,9 +231,9 @@ async fn env_speaks_podman_compose_and_cdi() {
     for (names, complaint) in [
         (
             &["00:06.0-1", "00:06.0-2"][..],
-            "yunion-mpsctl: a container takes one CDI device, since the limits of ",
+            "yunion-mpsctl: a container can take only one of these CDI devices, since the limits of ",
         ),
-        (&["00:06.0"], "yunion-mpsctl: 00:06.0 is a GPU, and each CDI device is a slice: "),
+        (&["00:06.0"], "yunion-mpsctl: 00:06.0 is a GPU, but a CDI device of this service is one slice: "),
     ] {
         let (status, out, err) = env(&[names, &["--format", "cdi"]].concat()).await;
         assert_eq!((status, out.as_str()), (Some(1), "yunion.io/mps=yunion-mpsctl-env-failed\n"), "{err}");

@@ -232,7 +232,7 @@ fn setup_of_a_host_without_the_platform_is_one_file() {
     );
     // `setup` prints what `--check` prints for the new configuration, except for the comparison with a running service.
     let check = checked(&host);
-    let (check, _) = check.split_once("\nNothing to compare with: ").unwrap();
+    let (check, _) = check.split_once("\nWhat a reload would change is unknown: ").unwrap();
     assert!(check.contains("3 slices, 00:06.0-0 to 00:06.0-2") && said.contains(check), "{check}\n{said}");
 
     let again = setup(&host, &["--yes", "--slices", "5"]);
@@ -335,7 +335,7 @@ fn setup_changes_no_file_that_is_there_and_says_what_belongs_in_it() {
         for part in [
             "Nothing was written: this host has configuration files already, and setup changes no existing \
              file.\n",
-            "\nGive each of these GPUs this entry, and no other, in \
+            "\nGive each of these GPUs the entry below, and no other entry, in \
              /etc/yunion/host_container_device.yml:\n\n    devices:\n",
             "\n    - path: /dev/dri/renderD128\n      type: NVIDIA_MPS\n      virtual_number: 10\n",
             "\nSet these keys in /etc/yunion/host.conf:\n\n    enable_cuda_mps: true\n\nThen:\n",
@@ -373,9 +373,9 @@ fn setup_asks_on_a_terminal() {
     let said = answered(&host, "6\n0\nn\nn\nn\ny\n");
     for part in [
         "\nWith 10 slices of the A100 PCIe 80GB, each has 8192 MiB of memory and 10 % of the threads.\nHow \
-         many slices shall the A100 PCIe 80GB have? 0 leaves it out. [10] ",
-        "How many slices shall the H200 SXM 141GB have? 0 leaves it out. [10] ",
-        "belong to a Cloudpods platform? Nothing on this host looks like that. [y/N] ",
+         many slices shall the A100 PCIe 80GB have? With 0 slices a GPU is not served. [10] ",
+        "How many slices shall the H200 SXM 141GB have? With 0 slices a GPU is not served. [10] ",
+        "belong to a Cloudpods platform? Nothing on this host points to such a platform. [y/N] ",
         "do 1.6 times the work of 8 processes without MPS",
         "\nShould a fault stay in its slice? [y/N] ",
         "Write /etc/yunion/host_container_device.yml and /etc/yunion/host.conf? [Y/n] ",

@@ -104,7 +104,7 @@ fn a_refused_limit_leaves_the_watch_and_says_why() {
     assert_eq!(told, 1, "{}", host.log());
     let advice = text(&host.mpsctl(&["doctor"]));
     assert!(
-        advice.contains("kernel-limit-refused: 00:06.0-1\n") && advice.contains("for train-1:"),
+        advice.contains("kernel-limit-refused: 00:06.0-1\n") && advice.contains("(train-1):"),
         "{advice}"
     );
 

@@ -360,8 +360,8 @@ fn a_typing_error_in_a_type_takes_no_gpu() {
         (
             "  type: NVIDIA_MPS\n  virtual_number: 4\n",
             "type: NVIDIA_MPS\nvirtual_number: 4\n",
-            ":3: type: the key stands outside of the list `devices`; indent this key as far as the key path \
-             of the entry",
+            ":3: type: the key stands outside of the list `devices`; indent this key as far as the key \
+             `path` of the entry",
         ),
         ("devices:", "device:", ": devices: no such list"),
         (&entry["devices:\n".len()..], "-\n", ":1: devices[0]: an empty entry"),

@@ -201,7 +201,7 @@ fn walk(path: &Path, make: bool) -> Result<Option<OwnedFd>, BadDirectory> {
                 };
                 return Err(bad(
                     &at,
-                    Problem::new(found, "remove this entry or configure another directory"),
+                    Problem::new(found, "remove what is at this path, or configure another directory"),
                 ));
             }
         };
@@ -271,7 +271,7 @@ fn owner(stat: &Stat) -> Result<(), Problem> {
         return Ok(());
     }
     Err(Problem::new(
-        format!("belongs to user {owner}, not to user {us} as whom this service runs", owner = stat.st_uid),
+        format!("belongs to user {owner}, but this service runs as user {us}", owner = stat.st_uid),
         "remove the directory with its contents (rm -r), or configure another directory (docs/bounds.md)",
     ))
 }

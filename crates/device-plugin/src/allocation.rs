@@ -21,7 +21,8 @@ pub(crate) fn slices_for(
 ) -> Result<Vec<NodeSlice>, Status> {
     if names.is_empty() {
         return Err(Status::invalid_argument(format!(
-            "the kubelet asked for a container without a device; ask for 1 of {resource}"
+            "the kubelet asked for no device for a container; write {resource}: 1 in resources.limits of the \
+             container"
         )));
     }
     one_of_each_gpu(names)?;
@@ -164,7 +165,7 @@ mod tests {
             complaint(&["06-9"]).contains("06-9 is no device of yunion.io/mps-20gib; yunion-mpsctl list")
         );
         assert!(complaint(&["06-0", "06-1"]).contains("06-0 and 06-1 are slices of one GPU"));
-        assert!(complaint(&[]).contains("ask for 1 of yunion.io/mps-20gib"));
+        assert!(complaint(&[]).contains("write yunion.io/mps-20gib: 1 in"));
         // The kubelet still knows the slice, but the service no longer has the slice.
         let gone = asked(&["06-1"], &offered(&slices), &slices[..1]).unwrap_err();
         assert_eq!(gone.code(), tonic::Code::NotFound, "{gone}");

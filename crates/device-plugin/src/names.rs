@@ -36,7 +36,8 @@ impl FromStr for NamedSize {
         is_name(name)?;
         if name.strip_prefix("mps-").is_some_and(|rest| rest.starts_with(|c: char| c.is_ascii_digit())) {
             return Err(format!(
-                "{name:?} could be the name of another size; choose a name without a number behind mps-"
+                "{name:?} could be the name of another size, since the device plugin itself names sizes \
+                 mps-20gib or mps-512mib; choose a name without a number after mps-"
             ));
         }
         let (memory, percentage) = match size.split_once(':') {
@@ -52,8 +53,9 @@ impl FromStr for NamedSize {
             (None, Some(mib)) => whole(mib).map(sizes(1)),
             (None, None) => None,
         };
-        let memory_mib =
-            memory.ok_or_else(|| format!("{size:?} is no size; write 20GiB, 20480MiB or 20GiB:25"))?;
+        let memory_mib = memory.ok_or_else(|| {
+            format!("{size:?} is no size; write 20GiB, 20480MiB, or 20GiB:25 for 25 % of the threads")
+        })?;
         let percentage = percentage.map(|percentage| {
             whole(percentage).filter(|percentage| *percentage <= 100).ok_or_else(|| {
                 format!("{percentage:?} is no percentage of threads; write a number from 1 to 100")
@@ -124,8 +126,8 @@ impl Naming {
         let (name, differ) = percentages.into_iter().find(|(_, differ)| differ.len() > 1)?;
         let differ: Vec<String> = differ.iter().map(|percentage| format!("{percentage} %")).collect();
         Some(format!(
-            "{name}: slices with {percentages} of the threads have this name; --resource \
-             NAME=SIZE:PERCENTAGE gives some of these slices another name",
+            "{name}: slices with {percentages} of the threads have this name; to give some of \
+             these slices another name, start the device plugin with --resource NAME=SIZE:PERCENTAGE",
             percentages = differ.join(", ")
         ))
     }

@@ -115,7 +115,7 @@ pub(crate) async fn slices(service: &DaemonProxy) -> Result<Vec<NodeSlice>, NoAn
         // The state is read before the list. A list that was read first could come from a service that was still starting.
         let is_starting = service.service().await?.state == State::Starting;
         if is_starting {
-            return Err("yunion-mps-daemon is starting and reads the GPUs first".into());
+            return Err("yunion-mps-daemon is starting and has not read the GPUs yet".into());
         }
         Ok::<_, NoAnswer>(service.devices().await?)
     };

@@ -181,8 +181,8 @@ impl<'a> SignalCommand<'a> {
     fn write_to_journal(&self, runtime: &OsStr, why: &str) {
         let (container, name) = (self.container.to_string_lossy(), runtime.to_string_lossy());
         let line = printable(&format!(
-            "container {container} gets signal {signal} while its GPU work may go on, which can be a fault \
-             for other clients of the GPU: {why}",
+            "container {container} gets signal {signal} although the container's GPU work may not have ended \
+             yet, so the signal can cause a fault for other clients of the GPU: {why}",
             signal = self.signal
         ));
         let entry = format!("PRIORITY=4\nSYSLOG_IDENTIFIER={PREFIX}{}\nMESSAGE={line}\n", printable(&name));

@@ -51,12 +51,17 @@ fn gres_conf(devices: &[Listed<Device>]) -> Result<String, Problem> {
     let mut kinds: BTreeMap<String, Vec<(u32, &Device)>> = BTreeMap::new();
     // A slice that can't be served, for example on a GPU in MIG mode, is omitted: a job with this slice would fail.
     for device in devices.iter().filter(|device| device.servable) {
-        let unknown = || format!("the device file of {addr} is not known", addr = printable(&device.addr));
+        let unknown = || {
+            format!(
+                "the device file (/dev/nvidiaN) of the GPU of slice {addr} is not known",
+                addr = printable(&device.addr)
+            )
+        };
         let minor = device.nvidia_minor.ok_or_else(unknown)?;
         kinds.entry(kind(device)).or_default().push((minor, device));
     }
     if kinds.is_empty() {
-        return Err("there is no slice that can be served".into());
+        return Err("no slice of this host can be served, so gres.conf gets no lines".into());
     }
     let mut lines = String::new();
     for (kind, slices) in &mut kinds {
@@ -104,9 +109,9 @@ pub(super) fn job() -> Result<Option<(String, String)>, Problem> {
         .map_err(|error| format!("the control group of this process is not known: {error}"))?;
     let (control_group, number) = job_of(&path).ok_or_else(|| {
         format!(
-            "this process is in control group {path}, which does not belong to a job: PrologFlags=RunInJob \
-             in slurm.conf, of Slurm 24.11 and newer, runs the Prolog in its job, and cgroup v2 gives the \
-             job a control group"
+            "this process is in control group {path}, which does not belong to a job: set \
+             PrologFlags=RunInJob in slurm.conf (Slurm 24.11 and newer), which runs the Prolog inside the \
+             job, and use cgroup v2, which gives the job a control group"
         )
     })?;
     Ok(Some((control_group.to_owned(), format!("job {number}"))))
@@ -223,9 +228,15 @@ mod tests {
 
     #[test]
     fn nothing_is_guessed() {
-        assert_eq!(gres_conf(&[]).unwrap_err(), "there is no slice that can be served".into());
+        assert_eq!(
+            gres_conf(&[]).unwrap_err(),
+            "no slice of this host can be served, so gres.conf gets no lines".into()
+        );
         let unknown = device("07:00.0-0", Value::Null, 0, "H200", 1);
-        assert_eq!(gres_conf(&[unknown]).unwrap_err(), "the device file of 07:00.0-0 is not known".into());
+        assert_eq!(
+            gres_conf(&[unknown]).unwrap_err(),
+            "the device file (/dev/nvidiaN) of the GPU of slice 07:00.0-0 is not known".into()
+        );
         let lines = "# a comment\n\n Name=gpu # 00:06.0-0\nName=gpu\nName=gpu #\n";
         assert_eq!(named("0", lines).unwrap(), ["00:06.0-0"]);
         for (number, complaint) in [

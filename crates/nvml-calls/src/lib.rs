@@ -1,7 +1,7 @@
 //! Functions of NVML that nvml-wrapper lacks, or that it calls with buffers that are too small. The functions are found by name
 //! in the library that nvml-wrapper has loaded. The service has no other unsafe code.
 
-#![allow(unsafe_code, reason = "the functions of a library in C")]
+#![allow(unsafe_code, reason = "this crate calls functions of NVML, which is a library in C")]
 
 pub mod memory_limits;
 pub mod processes;

@@ -126,7 +126,7 @@ async fn ask_for_clients(id: DaemonId, pid: u32, control: Control, clients: Clie
         }
     };
     tracing::warn!(
-        "control daemon {id} is ended together with its clients, and the service does not know these \
+        "control daemon {id} is ended together with its clients, but the service has no list of these \
          clients: {why}"
     );
 }

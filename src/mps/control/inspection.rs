@@ -118,7 +118,7 @@ fn differing<'a>(
     let is_limit = |line: &&str| line.parse::<f64>().is_err();
     let said: Vec<&str> = memory_mib.keys().map_while(|_| lines.next_if(is_limit)).collect();
     if said.len() < memory_mib.len() {
-        found.push("no device pinned memory limit on some device".to_owned());
+        found.push("no device pinned memory limit on at least one device".to_owned());
         return Some(found);
     }
     let differing = memory_mib.iter().zip(said).filter(|((_, mib), said)| *said != as_read_back(**mib));
@@ -195,7 +195,7 @@ mod tests {
                 "active thread percentage 7.0 instead of 25"
             ]
         );
-        let none = "no device pinned memory limit on some device";
+        let none = "no device pinned memory limit on at least one device";
         assert_eq!(found("ACTIVE\n25.0\n35G\n25.0\n939"), [none, none]);
         // A server that has ended meanwhile, or a driver that does not know the command, counts as no difference.
         let gone = "Server 939 not found";

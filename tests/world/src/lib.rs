@@ -175,7 +175,7 @@ struct Service {
     spared: BTreeSet<DaemonId>,
     /// The control daemons whose last order forbids the service to set compute modes.
     without_modes: BTreeSet<DaemonId>,
-    /// The control daemons that the service has tried to end without success since it was asked to end.
+    /// The control daemons that the service has not been able to end after it was told to stop.
     not_ended: BTreeSet<DaemonId>,
 }
 

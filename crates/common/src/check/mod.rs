@@ -212,7 +212,7 @@ fn describe_gpu(plan: &GpuPlan) -> String {
             "{memory_mib} MiB and {thread_percentage} % of the threads{in_turns}{not_enforced}{most_clients}",
             memory_mib = size.memory_mib,
             thread_percentage = size.thread_percentage,
-            in_turns = if plan.isolation == Isolation::Slice { " in turns" } else { "" },
+            in_turns = if plan.isolation == Isolation::Slice { ", one slice at a time" } else { "" },
             not_enforced = if plan.limits_enforced { "" } else { " (not enforced by this GPU)" },
             most_clients = plan
                 .max_clients(ordinal)

@@ -46,7 +46,7 @@ impl CheckReport {
         }
         lines.push(String::new());
         match self.changes.as_deref() {
-            Err(why_not) => lines.push(format!("Nothing to compare with: {why_not}")),
+            Err(why_not) => lines.push(format!("What a reload would change is unknown: {why_not}")),
             Ok([]) => lines.push("Nothing would change.".to_owned()),
             Ok(changes) => {
                 lines.push("With `systemctl reload yunion-mps-daemon`:".to_owned());

@@ -69,15 +69,18 @@ pub(super) fn troubles(
     }
     for entry in &settings.devices {
         if !TYPES.contains(&entry.device_type.as_str()) {
-            let found =
-                format!("the platform's host agent does not start with the type {:?}", entry.device_type);
+            let found = format!(
+                "the platform's host agent rejects the type {:?} and does not start",
+                entry.device_type
+            );
             let problem = entry
                 .problem("type", Problem::new(found, "correct the spelling of the type or remove the entry"));
             troubles.push(Trouble { name: "agent-unknown-type", problem, path: None });
         }
         if entry.mps.as_ref().is_some_and(|keys| keys.isolation == Some(Isolation::Slice)) {
             let found = "the platform's host agent does not list the GPU, unless the agent reads D-Bus: an \
-                         older agent lists only GPUs in compute mode EXCLUSIVE_PROCESS";
+                         older agent lists only GPUs in compute mode EXCLUSIVE_PROCESS, but isolation: slice \
+                         needs DEFAULT";
             let remedy = "write isolation: gpu";
             let problem = entry.problem("isolation", Problem::new(found, remedy));
             troubles.push(Trouble { name: "agent-needs-exclusive", problem, path: None });
@@ -95,7 +98,8 @@ pub(super) fn troubles(
         let Some(path) = entry.path.as_ref().filter(|_| entry.mps.is_some()) else { continue };
         if !matches!(path, DevicePath::RenderNode(_) | DevicePath::Other(_)) {
             let found = format!(
-                "the platform's host agent does not start with the path {path}, unless the agent reads D-Bus"
+                "the platform's host agent rejects the path {path} and does not start, unless the agent \
+                 reads D-Bus"
             );
             let remedy =
                 "name the GPU by its render node, /dev/dri/renderDN, as `ls -l /dev/dri/by-path` shows it";

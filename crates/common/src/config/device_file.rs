@@ -15,6 +15,7 @@ use super::host_conf::{Draft, boolean};
 use super::yaml::{self, Node, Pair, Value};
 use super::{DeviceEntry, DevicePath, Isolation, MpsEntry, SliceKeys};
 use super::{memory, most_clients, percentage, slices};
+use crate::counted::counted;
 use crate::problem::{LocatedProblem, Origin, Problem};
 
 /// The type of the entries that this service serves. Like the host agent, this service compares the type exactly.
@@ -61,7 +62,8 @@ fn items<'t>(
         } else if ours != "devices" {
             findings.unknown_keys.push((origin, yaml::printable(&name)));
         } else if let Some((earlier, _)) = devices.replace((origin.clone(), value)) {
-            let found = format!("the key is also at {earlier}; the service reads only the last list");
+            let found =
+                format!("the key is also at {earlier}; the service reads only the last `devices` list");
             findings.warnings.push(LocatedProblem::new(origin, name, found, "put all entries into one list"));
         }
     }
@@ -91,7 +93,7 @@ fn items<'t>(
 fn outside(origin: Origin, key: &str) -> LocatedProblem {
     let remedy = match key {
         "path" => "begin an entry with the path: `- path: ...` below `devices:`",
-        _ => "indent this key as far as the key path of the entry",
+        _ => "indent this key as far as the key `path` of the entry",
     };
     LocatedProblem::new(origin, key, "the key stands outside of the list `devices`", remedy)
 }
@@ -168,7 +170,10 @@ impl<'t> Entry<'t> {
         let Some(listed) = listed else { return self.required("virtual_number", remedy, slices) };
         match self.optional("virtual_number", slices)? {
             Some(written) if written != listed => {
-                let found = format!("found {written}, but the list slices has {listed}");
+                let found = format!(
+                    "found {written}, but the list `slices` has {listed}",
+                    listed = counted(own.len(), "slice")
+                );
                 let line = self.fields.get("virtual_number").and_then(|field| field.line);
                 Err(self.problem(
                     line,
@@ -222,8 +227,8 @@ impl<'t> Entry<'t> {
             let size = slice.size(findings)?;
             if size.memory_mib.is_none() && !each_has_memory {
                 let remedy =
-                    "write the memory of this slice, such as 20GiB, or write memory in the entry for every \
-                     slice without its own";
+                    "write memory for this slice, such as 20GiB, or write memory in the GPU's entry: that \
+                     value then holds for each slice without the key memory";
                 findings.problems.push(slice.problem(slice.origin.line, "memory", "missing", remedy));
                 return None;
             }
@@ -296,7 +301,7 @@ fn device_type(value: &Value<'_>) -> Result<String, Problem> {
     match value.text().as_ref() {
         "" => Err(value.wrong(WRITE_TYPE)),
         text if text != MPS_TYPE && is_near_miss(text) => {
-            Err(value.wrong("write NVIDIA_MPS, or correct the name of the other type"))
+            Err(value.wrong("write NVIDIA_MPS, or correct the spelling if another type is meant"))
         }
         text => Ok(text.to_owned()),
     }
@@ -439,7 +444,7 @@ mod tests {
             let (entries, findings) = read(text);
             assert_eq!((entries, told(&findings.problems)), (Vec::new(), expected), "{text}");
             for problem in &findings.problems {
-                let remedy = if problem.key == "type" { "as far as the key path" } else { "path" };
+                let remedy = if problem.key == "type" { "as far as the key `path`" } else { "path" };
                 assert!(problem.key == "devices" || problem.problem.remedy.contains(remedy), "{problem}");
             }
         }
@@ -632,7 +637,7 @@ mod tests {
             (
                 "  virtual_number: 3\n  slices: [{memory: 1}]\n",
                 "devices[0].virtual_number",
-                "found 3, but the list slices has 1",
+                "found 3, but the list `slices` has 1 slice",
             ),
         ] {
             let (entries, findings) = entry(lines);

@@ -285,9 +285,10 @@ impl Draft {
         {
             let longest = SOCKET_PATH_BYTES.saturating_sub(below + PRIVATE_SUFFIX.len());
             let found = format!(
-                "the path has {length} bytes, too many for the private directory beside the pipe directory \
-                 that control daemons have from driver 580 on: a program that has the pipe directory and is \
-                 root of the host, in a container too, can command the control daemons",
+                "the path has {length} bytes, too many for the private directory that each control daemon \
+                 has beside the pipe directory from driver 580 on: without the private directory, a \
+                 program that has the pipe directory and is root of the host, in a container too, can \
+                 command the control daemons",
                 length = pipe_directory.as_os_str().len()
             );
             let remedy = format!("choose a directory with a path of at most {longest} bytes");

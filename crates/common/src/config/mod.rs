@@ -790,9 +790,9 @@ mod tests {
             [("/dev/dri/renderD128", true), ("0000:00:06.0", false), (uuid, false), ("/dev/nvidia0", false)]
         {
             let warned = format!(
-                "{DEVICE_FILE}:4: devices[1].path: the platform's host agent does not start with the path \
-                 {path}, unless the agent reads D-Bus; name the GPU by its render node, /dev/dri/renderDN, \
-                 as `ls -l /dev/dri/by-path` shows it"
+                "{DEVICE_FILE}:4: devices[1].path: the platform's host agent rejects the path {path} and \
+                 does not start, unless the agent reads D-Bus; name the GPU by its render node, \
+                 /dev/dri/renderDN, as `ls -l /dev/dri/by-path` shows it"
             );
             let warned = if known { Vec::new() } else { vec![warned] };
             assert_eq!(told("enable_cuda_mps: true", &devices(path)), warned);
@@ -807,8 +807,9 @@ mod tests {
         );
         assert_eq!(
             told("enable_cuda_mps: true", &good.replace("NVIDIA_GPU_SHARE", "NVIDIA_MIG")),
-            ["/etc/yunion/host_container_device.yml:2: devices[0].type: the platform's host agent does not \
-              start with the type \"NVIDIA_MIG\"; correct the spelling of the type or remove the entry"]
+            ["/etc/yunion/host_container_device.yml:2: devices[0].type: the platform's host agent rejects \
+              the type \"NVIDIA_MIG\" and does not start; correct the spelling of the type or remove the \
+              entry"]
         );
     }
 

@@ -154,7 +154,7 @@ pub fn shared_by(path: &str) -> Option<&'static str> {
     if name.is_empty() {
         Some("the root of all control groups")
     } else if is("", ".slice") {
-        Some("a slice of the service manager, which groups units")
+        Some("a .slice unit of systemd, which groups units")
     } else if name == "init.scope" {
         Some("the control group of the service manager")
     } else if is("session-", ".scope") {

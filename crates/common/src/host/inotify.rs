@@ -27,12 +27,12 @@ pub fn shortage(errno: Errno, no_files: bool) -> Problem {
     match errno {
         Errno::NOSPC => Problem::new(
             "this user has no inotify watch left (sysctl fs.inotify.max_user_watches)",
-            "raise the limit: `sysctl fs.inotify.max_user_watches=1048576`, and the same line in \
+            "raise the limit: `sysctl fs.inotify.max_user_watches=1048576`, and the same setting in \
              /etc/sysctl.d",
         ),
         Errno::MFILE if !no_files => Problem::new(
             "this user has no inotify instance left (sysctl fs.inotify.max_user_instances)",
-            "raise the limit: `sysctl fs.inotify.max_user_instances=8192`, and the same line in \
+            "raise the limit: `sysctl fs.inotify.max_user_instances=8192`, and the same setting in \
              /etc/sysctl.d",
         ),
         Errno::MFILE => Problem::new(

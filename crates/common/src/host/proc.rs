@@ -308,7 +308,7 @@ pub fn location(file: impl AsFd) -> io::Result<(u64, PathBuf)> {
 /// The number of files that a process may have open. `u64::MAX` if there is no limit.
 pub fn open_files_limit(pid: u32) -> io::Result<u64> {
     let limit = soft_limit(&read(path(pid, "limits"))?, "Max open files");
-    limit.ok_or_else(|| lacks(pid, "limits", "does not have the limit of open files"))
+    limit.ok_or_else(|| lacks(pid, "limits", "has no value for \"Max open files\""))
 }
 
 fn soft_limit(limits: &[u8], name: &str) -> Option<u64> {

@@ -117,13 +117,14 @@ pub async fn lift_limits() -> Result<(), Problem> {
         let limits = ["MemoryHigh", "MemoryMax", "TasksMax"].map(|limit| (limit, Variant::from(u64::MAX)));
         SystemdProxy::new(&Connection::system().await?).await?.set_unit_properties(&own, true, &limits).await
     };
-    answer(PATIENCE, &format!("refuses to lift the limits of {own}"), lifted).await
+    answer(PATIENCE, &format!("refuses to remove the memory and task limits of {own}"), lifted).await
 }
 
 /// Asks systemd which job it has for this service's unit. The call takes at most 10 s.
 pub async fn why_stopping() -> Stopping {
     let Some(own) = own_service() else { return Stopping::NotUnderSystemd };
-    match answer(PATIENCE, &format!("does not say which job it has for {own}"), own_job()).await {
+    let refused = format!("does not report the queued job of {own} (stop or restart)");
+    match answer(PATIENCE, &refused, own_job()).await {
         Ok(job) => classify(job.as_deref(), &own),
         Err(reason) => Stopping::Unknown(reason.into()),
     }

@@ -280,7 +280,7 @@ pub(super) fn each_writes_a_log(
     let problems = control_daemons.iter().filter(silent).map(|daemon| {
         let found = format!(
             "found {log_directory:?}, where control daemon {id} makes a FIFO: with a directory in the place \
-             of the FIFO the control daemon writes no log, and the service sees no fault",
+             of the FIFO the control daemon writes no log, from which the service learns of GPU faults",
             log_directory = daemon.log_directory.display(),
             id = daemon.id
         );

@@ -65,8 +65,8 @@ pub(super) fn wanted<'a>(
             Entry::Occupied(earlier) => {
                 let (origin, first) = earlier.get();
                 let which = address.map(|address| format!(" ({address})")).unwrap_or_default();
-                let found = format!("{path}{which} is named a second time");
-                let remedy = format!("keep one entry: {origin} names this GPU as {first}");
+                let found = format!("{path}{which} already has an entry");
+                let remedy = format!("keep only one of the two entries: {origin} names this GPU as {first}");
                 problems.push(entry.problem("path", Problem::new(found, remedy)));
                 continue;
             }
@@ -171,7 +171,10 @@ pub(super) fn why_nothing(settings: &Settings, inventory: &Inventory) -> String 
     if others.is_empty() {
         return "this host has no NVIDIA GPU to serve".to_owned();
     }
-    format!("every NVIDIA GPU of this host has another use: {others}{remedy}", others = others.join(", "))
+    format!(
+        "every NVIDIA GPU of this host has a use other than MPS: {others}{remedy}",
+        others = others.join(", ")
+    )
 }
 
 #[cfg(test)]
@@ -234,9 +237,9 @@ mod tests {
         assert_eq!(plan.gpus, []);
         assert_eq!(
             plan.nothing,
-            "every NVIDIA GPU of this host has another use: 0000:1a:00.0 has the type NVIDIA_GPU_SHARE in \
-             devices.yml:90, 0000:1b:00.0 belongs to the kernel driver vfio-pci; write type: NVIDIA_MPS in \
-             the entry of a GPU that is to be served"
+            "every NVIDIA GPU of this host has a use other than MPS: 0000:1a:00.0 has the type \
+             NVIDIA_GPU_SHARE in devices.yml:90, 0000:1b:00.0 belongs to the kernel driver vfio-pci; write \
+             type: NVIDIA_MPS in the entry of a GPU that is to be served"
         );
     }
 
@@ -324,8 +327,8 @@ mod tests {
             let settings = with(vec![(node(128), 4), (node(129), 4), (second.clone(), 4)]);
             let problems = problems(&settings, &h200s());
             let expected = format!(
-                "devices.yml:4: devices[2].path: {second} (0000:1a:00.0) is named a second time; keep one \
-                 entry: devices.yml:2 names this GPU as /dev/dri/renderD128"
+                "devices.yml:4: devices[2].path: {second} (0000:1a:00.0) already has an entry; keep only \
+                 one of the two entries: devices.yml:2 names this GPU as /dev/dri/renderD128"
             );
             assert_eq!(problems, [expected]);
         }

@@ -106,8 +106,8 @@ fn inseparable(
     settings: &Settings,
     inventory: &Inventory,
 ) -> Option<NamedProblem> {
-    let take_back = "remove the key that asks for such control daemons: isolation in the device file, or \
-                     cuda_mps_topology in host.conf";
+    let take_back = "remove the key that asks for a control daemon for each slice: isolation in the device \
+                     file, or cuda_mps_topology in host.conf";
     let mode = facts.state.compute_mode.filter(|mode| mode.is_exclusive());
     let (found, remedy) = if settings.multiuser == MultiUser::Off {
         let found = "a control daemon for each slice needs multi-user mode, but cuda_mps_multiuser is off";

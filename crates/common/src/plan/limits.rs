@@ -127,8 +127,8 @@ fn too_much(gpu: &Gpu, total: u64, keys: &MpsEntry, described: &str) -> Option<(
     let sum = overcommitted(total, keys).filter(|_| !keys.overcommit)?;
     let found = format!("{slices} slices have {sum} MiB together, but GPU {address} {described}");
     let remedy = format!(
-        "write {share} MiB or less for each slice; or write overcommit: true, with which a client may find \
-         no memory although its slice has some left"
+        "write {share} MiB or less for each slice; or write overcommit: true in the GPU's entry, but then a \
+         client may find no memory although its slice has some left"
     );
     Some((key, Problem::new(found, remedy)))
 }
@@ -261,8 +261,8 @@ mod tests {
         assert_eq!(
             problem(4, 5761, false),
             ["devices.yml:2: devices[0].memory: 4 slices have 23044 MiB together, but GPU 0000:00:06.0 has \
-              23040 MiB; write 5760 MiB or less for each slice; or write overcommit: true, with which a \
-              client may find no memory although its slice has some left"]
+              23040 MiB; write 5760 MiB or less for each slice; or write overcommit: true in the GPU's \
+              entry, but then a client may find no memory although its slice has some left"]
         );
         for overcommit in [false, true] {
             assert_eq!(
@@ -307,8 +307,8 @@ mod tests {
             problems(&planned(&[], 28_673, false), &inventory),
             ["devices.yml:2: devices[0].memory: 4 slices have 114692 MiB together, but GPU 0000:00:06.0 \
               shares the host's memory, of which its slices can have 114688 MiB: an eighth stays with the \
-              host; write 28672 MiB or less for each slice; or write overcommit: true, with which a client \
-              may find no memory although its slice has some left"]
+              host; write 28672 MiB or less for each slice; or write overcommit: true in the GPU's \
+              entry, but then a client may find no memory although its slice has some left"]
         );
         let over = plan(&planned(&[], 28_673, true), &inventory).unwrap();
         assert!(over.gpus[0].warnings.iter().any(|one| one.name == "memory-overcommitted"));

@@ -321,7 +321,7 @@ mod tests {
             assert_eq!(problems(&settings, &inventory).len(), 1);
         }
         let twice = with(vec![(node(128), 4), (node(128), 4)]);
-        assert!(problems(&twice, &inventory)[0].contains("a second time"));
+        assert!(problems(&twice, &inventory)[0].contains("already has an entry"));
     }
 
     #[test]

@@ -15,8 +15,8 @@ pub(super) fn of_gpu(facts: &NvmlFacts, keys: &MpsEntry, inventory: &Inventory) 
     let Some(capability) = facts.compute_capability else {
         return vec![NamedProblem::new(
             NO_COMPUTE_CAPABILITY,
-            "NVML does not report the compute capability of the GPU, so the service takes it as a GPU that \
-             enforces no limits",
+            "NVML does not report the compute capability of the GPU, so the service treats the GPU as \
+             one that enforces no limits",
             "see nvidia-smi -q and dmesg",
         )];
     };
@@ -25,7 +25,7 @@ pub(super) fn of_gpu(facts: &NvmlFacts, keys: &MpsEntry, inventory: &Inventory) 
     if slices.get() > clients {
         warnings.push(NamedProblem::new(
             "more-slices-than-clients",
-            format!("the GPU has {slices} slices, but can hold {clients} clients at once"),
+            format!("the GPU has {slices} slices, but can hold only {clients} clients at once"),
             format!("write virtual_number: {clients} or less in the device file"),
         ));
     }
@@ -38,7 +38,7 @@ pub(super) fn of_gpu(facts: &NvmlFacts, keys: &MpsEntry, inventory: &Inventory) 
         )),
         Some(most) if most.get() > clients => warnings.push(NamedProblem::new(
             "more-clients-than-places",
-            format!("max_clients is {most}, but the GPU can hold {clients} clients at once"),
+            format!("max_clients is {most}, but the GPU can hold only {clients} clients at once"),
             format!("write max_clients: {clients} or less in the device file"),
         )),
         _ => {}
@@ -54,8 +54,8 @@ pub(super) fn of_gpu(facts: &NvmlFacts, keys: &MpsEntry, inventory: &Inventory) 
                 described = describe_memory(facts, total)
             ),
             format!(
-                "write {share} MiB or less for each slice in the device file, if each slice is to have all \
-                 its memory",
+                "write {share} MiB or less for each slice in the device file, so that each slice can \
+                 use all its memory",
                 share = memory_mib(total, *slices)
             ),
         ));

@@ -183,7 +183,8 @@ pub fn container_config(
         {
             return Err(RequestError::Failed(format!(
                 "{device} and {name} have different pipe directories, but a container can have only one pipe \
-                 directory; ask for devices of one control daemon, or set cuda_mps_topology to shared"
+                 directory; ask for slices or GPUs of one control daemon, or write cuda_mps_topology: shared \
+                 in host.conf"
             )));
         }
         connect.get_or_insert(pipe_directory);

@@ -128,8 +128,8 @@ async fn takes_control_group(command: &[OsString]) -> bool {
     let moved = systemd::move_self_to_scope(&format!("yunion-mpsctl run: {}", label(command))).await;
     if let Err(why) = &moved {
         say(&format!(
-            "note: the command is not bound to its slice, so the service knows the slice only by the \
-             environment of the command: {why}"
+            "note: the command could not be moved to a systemd scope and bound to its slice, so the service \
+             knows the slice only by the environment of the command: {why}"
         ));
     }
     moved.is_ok()

@@ -69,8 +69,10 @@ fn for_root(facts: &Facts, file: &Path) -> bool {
 fn overridden(facts: &Facts) -> Outcome {
     each(&facts.loaded()?.overridden, |(key, earlier, later)| {
         let found = format!("{key} in this file overrides {key} in {earlier}");
-        let remedy =
-            format!("if the other value is meant, remove {key} from {file}", file = later.file.display());
+        let remedy = format!(
+            "if the value in {earlier} is meant, remove {key} from {file}",
+            file = later.file.display()
+        );
         [info("key-overridden", later, found, remedy)]
     })
 }
@@ -138,7 +140,7 @@ fn programs(facts: &Facts) -> Outcome {
         (false, _) if !settings.supervision.set_compute_mode => return Ok(Vec::new()),
         (false, _) => closed.to_owned(),
         (true, false) => open.to_owned(),
-        (true, true) => format!("{open} on a GPU with isolation: slice, and {closed}, on the others"),
+        (true, true) => format!("{open}, on a GPU with isolation: slice, and {closed}, on the other GPUs"),
     };
     let start = "start programs with yunion-mpsctl run --free -- PROGRAM";
     let remedy = match settings.topology {

@@ -109,13 +109,13 @@ fn private(facts: &Facts) -> Outcome {
                 warning(
                     "sockets-not-private",
                     own.display(),
-                    "the control daemon's sockets are in this directory, and not in a private one: a \
-                     container that has this directory and runs as root of the host can command the control \
-                     daemon",
+                    "the control daemon's sockets are in this directory, and not in a private directory: a \
+                     container that mounts this directory and runs as the host's root can command the \
+                     control daemon",
                     format!(
-                        "if the directory is a mount point, configure another directory; otherwise the \
-                         sockets move to {wanted} when the clients of the control daemon have ended, or \
-                         with yunion-mpsctl apply --force, which ends these clients",
+                        "if the directory is a mount point, set cuda_mps_pipe_directory to a directory that \
+                         is no mount point; otherwise the sockets move to {wanted} when the clients of the control \
+                         daemon have ended, or with yunion-mpsctl apply --force, which ends these clients",
                         wanted = wanted.display()
                     ),
                 )
@@ -148,16 +148,16 @@ fn judge_flag(pipe: &Path) -> Option<Finding> {
         Ok(true) => return None,
         Ok(false) => (
             "the directory is not immutable".to_owned(),
-            "if this lasts longer than a minute, remove files of other programs from the directory; in a \
-             container, give the service CAP_LINUX_IMMUTABLE",
+            "if the directory is still not immutable after a minute, remove files of other programs from the \
+             directory; if the service runs in a container, give this container CAP_LINUX_IMMUTABLE",
         ),
         Err(error) => (
             format!("the file system of the directory has no immutable flag ({error})"),
-            "configure a directory on ext4, XFS, Btrfs, or on tmpfs with a newer kernel",
+            "set cuda_mps_pipe_directory to a directory on ext4, XFS, Btrfs, or on tmpfs with a newer kernel",
         ),
     };
-    let harm = "a container with a writable mount of the directory can remove the links to control daemons \
-                until the next health check";
+    let harm = "a container with a writable mount of the directory can remove the links to control daemons, \
+                which only the next health check restores";
     let remedy = format!("mount the directory read-only into containers; {remedy}");
     Some(info("directories-changeable", pipe.display(), format!("{found}: {harm}"), remedy))
 }
@@ -236,8 +236,8 @@ fn socket(directory: &Path, pid: u32) -> Option<Finding> {
                 "no process listens on this socket, although the control daemon (PID {pid}) runs: new \
                  clients can't connect"
             ),
-            "yunion-mpsctl apply restarts the control daemon once no client is left; doctor also reports if \
-             systemd-tmpfiles may have removed the socket",
+            "yunion-mpsctl apply restarts the control daemon once no client is left; if systemd-tmpfiles may \
+             have removed the socket, doctor also reports directory-ageing",
         )),
     }
 }
@@ -274,11 +274,11 @@ fn runtime_directory(facts: &Facts) -> Outcome {
         // before this replacement could not read the content.
         let remedy = if facts.published().is_ok() {
             "do not restart the service during the next minute, in which the service writes the file again: \
-             after an earlier restart the service takes its control daemons for those of another program"
+             if the service restarts sooner, it takes its own control daemons for those of another program"
         } else {
-            "the next start of the service ignores this file, takes running control daemons for those of \
-             another program, and replaces each control daemon once no client is left; check the compute \
-             modes afterwards"
+            "when the service starts again, it ignores this file, takes running control daemons for those of \
+             another program, and replaces each control daemon once no client is left; then check the \
+             compute modes of the GPUs with nvidia-smi --query-gpu=pci.bus_id,compute_mode --format=csv"
         };
         findings.push(warning(
             "state-file-damaged",
@@ -332,7 +332,8 @@ fn container_toolkit(facts: &Facts) -> Outcome {
     let settings = facts.enabled()?;
     let Some(tool) = toolkit::installed(&facts.sources.sysroot) else { return Ok(Vec::new()) };
     let remedy = "write cuda_mps_pipe_directory: /run/yunion-mps/pipe and cuda_mps_log_directory: \
-                  /var/log/yunion-mps in host.conf, for this service and the host agent alike";
+                  /var/log/yunion-mps in host.conf, so that this service and the host agent use the same \
+                  directories";
     let pipe = &settings.pipe_directory;
     if pipe == Path::new(WHERE_CUDA_LOOKS) {
         let found = format!(
@@ -343,8 +344,8 @@ fn container_toolkit(facts: &Facts) -> Outcome {
     }
     let below = [pipe, &settings.log_directory].into_iter().find(|path| path.starts_with(WHERE_CUDA_LOOKS));
     let found = format!(
-        "{tool} is installed and mounts {WHERE_CUDA_LOOKS} into every container with a GPU, and with this \
-         directory the sockets and logs of other tenants"
+        "{tool} is installed and mounts {WHERE_CUDA_LOOKS} into every container with a GPU, so each such \
+         container also has the sockets and logs of other tenants"
     );
     each(below, |path| [info("toolkit-shows-directories", path.display(), &found, remedy)])
 }
@@ -385,8 +386,8 @@ fn ageing(facts: &Facts) -> Outcome {
             "directory-ageing",
             &directory,
             format!(
-                "systemd-tmpfiles removes old files in this directory ({file}: {line}), and a control \
-                 daemon keeps its files for months"
+                "systemd-tmpfiles removes old files in this directory ({file}: {line}), but a control \
+                 daemon needs its files here for months"
             ),
             format!(
                 "put these two lines in /etc/tmpfiles.d/yunion-mps-local.conf: `X {parent}` and `x {directory}`"

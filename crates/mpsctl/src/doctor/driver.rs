@@ -84,7 +84,7 @@ fn service_path(facts: &Facts) -> Outcome {
         Some(error(
             "program-not-in-service-path",
             name,
-            format!("the program is in {directory}, but the service looks in {path}"),
+            format!("the program is in {directory}, but the PATH of the service is {path}"),
             edit_unit(&format!("Environment=PATH={path}:{directory}")),
         ))
     })
@@ -108,7 +108,7 @@ fn version(facts: &Facts) -> Outcome {
             program = words(program),
             cuda = words(cuda)
         ),
-        format!("install the MPS package of {driver}; after a driver upgrade, reboot"),
+        format!("install the MPS package of driver {driver}; after a driver upgrade, reboot"),
     )])
 }
 

@@ -33,8 +33,8 @@ const ENGINES: [Engine; 3] = [
         name: "podman",
         traces: &["/usr/bin/podman", "/usr/local/bin/podman"],
         files: &["/etc/containers/containers.conf", "/usr/share/containers/containers.conf"],
-        lines: "add a runtime with the path /usr/bin/yunion-mps-runc in [engine.runtimes], and name this \
-                runtime in [engine]",
+        lines: "add the runtime yunion-mps-runc with the path /usr/bin/yunion-mps-runc in \
+                [engine.runtimes], and write runtime = \"yunion-mps-runc\" in [engine]",
     },
     Engine {
         name: "containerd",
@@ -58,11 +58,12 @@ fn runtimes(facts: &Facts) -> Outcome {
             "stop-harms-neighbours",
             file,
             format!(
-                "{name} names no runtime that ends GPU work before a signal: a container that is stopped in \
-                 the middle of a kernel ends the work of its neighbours on the GPU",
+                "the configuration of {name} names no runtime that ends GPU work before a signal: a \
+                 container that is stopped in the middle of a kernel ends the work of its neighbours on the \
+                 GPU",
                 name = engine.name
             ),
-            format!("{lines}; docs/stops.md has the lines", lines = engine.lines),
+            format!("{lines}; docs/stops.md shows what to write", lines = engine.lines),
         ))
     })
 }

@@ -207,7 +207,7 @@ impl Facts {
         }
         if self.own_processes() {
             for pid in proc::pids().into_iter().filter(|pid| is_control_daemon(*pid)) {
-                add(FoundDaemon::new(pid, "it runs".to_owned()));
+                add(FoundDaemon::new(pid, "the control daemon runs".to_owned()));
             }
         }
         found

@@ -91,8 +91,8 @@ fn compute_modes(facts: &Facts) -> Outcome {
                 "compute-mode-left",
                 names(gpu),
                 format!(
-                    "the compute mode of the GPU is still {mode}, but no service runs: one process alone \
-                     can use the GPU"
+                    "the compute mode of the GPU is still {mode}, but yunion-mps-daemon does not run: only \
+                     one process at a time can use the GPU"
                 ),
                 format!("systemctl start yunion-mps-daemon, or nvidia-smi -i {address} -c DEFAULT"),
             )
@@ -166,8 +166,8 @@ fn oversubscription(facts: &Facts) -> Outcome {
                 "threads-oversubscribed",
                 names(&plan.gpu),
                 format!("{each} add up to {sum} % of the threads of the GPU"),
-                "change nothing if slices may compete for threads; otherwise cuda_mps_thread_percentage: \
-                 equal gives each slice its own share",
+                "change nothing if slices may compete for threads; otherwise write \
+                 cuda_mps_thread_percentage: equal in host.conf, which divides the threads among the slices",
             )
         })
     })

@@ -37,8 +37,8 @@ fn foreign(facts: &Facts) -> Outcome {
                 path = quoted(&path.display().to_string())
             ),
             None => {
-                "run yunion-mpsctl doctor as root, which says where the control daemon listens and how to \
-                 end it"
+                "run yunion-mpsctl doctor as root: the report then says where the control daemon listens and \
+                 how to end the control daemon"
                     .to_owned()
             }
         };
@@ -46,13 +46,17 @@ fn foreign(facts: &Facts) -> Outcome {
             (
                 Severity::Error,
                 format!("{trace}, and the service has not started this control daemon", trace = daemon.trace),
-                format!("the service replaces this control daemon once no client is left; by hand: {end}"),
+                format!(
+                    "the service replaces this control daemon once its clients have ended; to end it by \
+                     hand: {end}"
+                ),
             )
         } else {
             (
                 Severity::Warning,
                 format!(
-                    "{trace}, and its clients use GPUs without this service, or find the GPUs in use",
+                    "{trace}; the clients of this control daemon use GPUs without yunion-mps-daemon, or \
+                     fail because the GPUs are in use",
                     trace = daemon.trace
                 ),
                 format!("{end}; then find out which program starts the control daemon"),
@@ -83,8 +87,8 @@ fn open_files(facts: &Facts) -> Outcome {
                      about {needed}"
                 ),
                 format!(
-                    "{edit}; for the control daemon that runs, also use prlimit --nofile=500000 --pid with \
-                     its PID and the PID of its server",
+                    "{edit}; for the control daemon that runs already, run prlimit --nofile=500000 --pid \
+                     {pid}, and the same with the PID of its server",
                     edit = edit_unit("LimitNOFILE=500000")
                 ),
             ));

@@ -21,7 +21,7 @@ pub(super) const CHECKS: &[Check] = &[
     ("the state of the unit", unit_state),
     ("the settings of the unit", unit_settings),
     ("unit files that hide the unit of the package", shadowed),
-    ("the program of the platform", upstream),
+    ("Cloudpods' own MPS daemon", upstream),
     ("the version that runs", version),
 ];
 
@@ -229,7 +229,7 @@ fn shadowed(facts: &Facts) -> Outcome {
     );
     let hidden = hidden.display();
     let remedy = format!(
-        "rm {hidden} && systemctl daemon-reload; put own settings into a drop-in: systemctl edit {UNIT}"
+        "rm {hidden} && systemctl daemon-reload; put your own settings into a drop-in: systemctl edit {UNIT}"
     );
     Ok(vec![warning("unit-shadowed", hidden, found, remedy)])
 }
@@ -237,7 +237,7 @@ fn shadowed(facts: &Facts) -> Outcome {
 /// Finds the platform's own MPS daemon. Two programs that set compute modes and start control daemons undo each other's work.
 fn upstream(facts: &Facts) -> Outcome {
     let installed = facts.file(UPSTREAM).exists().then(|| {
-        let found = "the platform's own MPS daemon is still installed, and would use the same GPUs";
+        let found = "Cloudpods' own MPS daemon is still installed, and would use the same GPUs";
         let remedy =
             "remove the package of this program (find it with dpkg -S or rpm -qf), or delete the file";
         warning("upstream-installed", UPSTREAM, found, remedy)
@@ -246,7 +246,7 @@ fn upstream(facts: &Facts) -> Outcome {
     let runs = processes.into_iter().filter(|pid| proc::name(*pid).as_deref() == Some("mps-daemon"));
     let running = runs.map(|pid| {
         let found =
-            "the platform's own MPS daemon runs: it sets compute modes and starts control daemons as well";
+            "Cloudpods' own MPS daemon runs: it sets compute modes and starts control daemons as well";
         let remedy =
             format!("stop the unit that `systemctl status {pid}` names (systemctl stop), or kill {pid}");
         error("upstream-running", format!("process {pid}"), found, remedy)

@@ -44,7 +44,7 @@ const RECORDS: usize = 4;
 const DO_WHAT_IT_SAYS: &str = "do what the reason says; see also yunion-mpsctl status and the journal";
 
 /// The remedy for containers that run as root of the host.
-const OTHER_USER: &str = "run such containers as another user, or in a user namespace";
+const OTHER_USER: &str = "run these containers as a user other than root, or in a user namespace";
 
 fn name(daemon: &ControlDaemon) -> String {
     format!("control daemon {}", daemon.id)
@@ -168,8 +168,8 @@ fn kernel_limits(facts: &Facts) -> Outcome {
             "kernel-limit-refused",
             &device.addr,
             format!(
-                "the kernel enforces no memory limit for {bound_to}: {reason}; only the service watches the \
-                 memory of this slice",
+                "the kernel enforces no memory limit for the control group that is bound to this slice \
+                 ({bound_to}): {reason}; only the service watches the memory of this slice",
                 bound_to = device.bound_to
             ),
             "remove the cause, then yunion-mpsctl reload; or write cuda_mps_memory_limit: watch in host.conf",
@@ -216,9 +216,13 @@ fn limits(facts: &Facts) -> Outcome {
                     "limits-unconfirmed",
                     &gpu.addr,
                     found,
-                    "yunion-mpsctl reload sets the limits again; a server that keeps wrong limits is \
-                     replaced, once it has no clients, by busctl call io.yunion.Mps1 \
-                     /io/yunion/Mps1/Manager io.yunion.Mps1.Control RestartServer s GPU",
+                    format!(
+                        "yunion-mpsctl reload sets the limits again; if a server keeps wrong limits, wait \
+                         until the control daemon has no clients, then replace the server with busctl call \
+                         io.yunion.Mps1 /io/yunion/Mps1/Manager io.yunion.Mps1.Control RestartServer s \
+                         {gpu}",
+                        gpu = gpu.addr
+                    ),
                 ));
             }
         }
@@ -266,8 +270,8 @@ fn devices(facts: &Facts) -> Outcome {
             counted(claim.len(), "client"),
             format!(
                 "these clients are in containers, and only their environment says which slice they have, so \
-                 no budget ends their work: {clients}; yunion-mpsctl clients -o wide shows how each client \
-                 is known",
+                 cuda_mps_overuse: terminate does not end their work: {clients}; yunion-mpsctl clients -o \
+                 wide shows how the service knows the slice of each client",
                 clients = claim.join(", ")
             ),
             "start the containers with CDI devices, or let the program that starts them call Control.Bind on \
@@ -298,8 +302,8 @@ fn records(facts: &Facts) -> Outcome {
         servers.display(),
         words.join("; "),
         "give the files and their directories to root with chown root:root and chmod go-w, and let the host \
-         agent write damaged files again; until then only the environment of the clients in these \
-         containers says which slice they have",
+         agent write damaged files again; until then the service knows the slices of the clients in \
+         the containers of these files only from the clients' environment",
     )])
 }
 
@@ -363,7 +367,8 @@ fn commanders(facts: &Facts) -> Outcome {
             ),
             format!(
                 "let the host agent or the container engine give each container only the directory of its \
-                 slice, which yunion-mpsctl env prints from Volta and driver 580 on; {OTHER_USER}"
+                 slice (with GPUs from Volta on and driver 580 or newer, yunion-mpsctl env prints this \
+                 directory); {OTHER_USER}"
             ),
         ));
     }
@@ -414,7 +419,7 @@ fn budgets(facts: &Facts) -> Outcome {
             "yunion-mpsctl clients lists the clients, and yunion-mpsctl terminate PID ends the work of one \
              client; max_clients in the device file allows more clients; with cuda_mps_overuse: terminate \
              in host.conf the service ends the newest clients by itself, if all clients of the slice belong \
-             to one user and one container and none is known only by its environment",
+             to one user and one container, and no client's slice is known only from its environment",
         ))
     })
 }
@@ -431,9 +436,11 @@ fn cpus(facts: &Facts) -> Outcome {
                 "cpus-elsewhere",
                 name(daemon),
                 found,
-                "let the service and its control group use these CPUs (CPUAffinity= of the unit, \
-                 AllowedCPUs= of system.slice); the control daemon is bound at its next start; or write \
-                 cuda_mps_cpu_affinity: none",
+                format!(
+                    "let the service and its control group use CPUs {wanted} (CPUAffinity= of the unit, \
+                     AllowedCPUs= of system.slice); the control daemon is bound to these CPUs at its next \
+                     start; or write cuda_mps_cpu_affinity: none in host.conf"
+                ),
             )
         })
     })
@@ -454,8 +461,8 @@ fn waiting(facts: &Facts) -> Outcome {
                 user = client.user.as_deref().unwrap_or_default()
             ),
             format!(
-                "write cuda_mps_multiuser: auto with a driver from {series} on and GPUs from Volta on; \
-                 otherwise run the clients as one user, or write cuda_mps_topology: per_gpu",
+                "with a driver from {series} on and GPUs from Volta on, write cuda_mps_multiuser: auto in \
+                 host.conf; otherwise run the clients as one user, or write cuda_mps_topology: per_gpu",
                 series = MULTI_USER.series
             ),
         )]

@@ -3,7 +3,8 @@
 //! limit.
 #![expect(
     unsafe_code,
-    reason = "the binding has no safe form of these calls; each block says why it is sound"
+    reason = "the Rust binding of CUDA has no safe form of these calls; a comment at each \
+              unsafe block says why it is sound"
 )]
 
 use std::sync::Arc;

@@ -56,7 +56,9 @@ impl Questions {
             let mut line = Vec::new();
             if answers.read_until(b'\n', &mut line)? == 0 {
                 writeln!(out)?;
-                return Err(Error::Failed("the answers ended, so nothing was written".to_owned()));
+                return Err(Error::Failed(
+                    "standard input ended before the last answer, so nothing was written".to_owned(),
+                ));
             }
             let line = String::from_utf8_lossy(&line);
             match line.trim() {
@@ -95,7 +97,7 @@ mod tests {
         assert!(!asked.yes_or_no("Write?", &mut out).unwrap());
         assert!(asked.no_or_yes("Platform?", &mut out).unwrap());
         let error = asked.yes_or_no("Write?", &mut out).unwrap_err().to_string();
-        assert_eq!(error, "the answers ended, so nothing was written");
+        assert_eq!(error, "standard input ended before the last answer, so nothing was written");
         let again = "Please answer with a whole number from 0 to 999.\nSlices? [10] ";
         assert_eq!(
             String::from_utf8(out).unwrap(),

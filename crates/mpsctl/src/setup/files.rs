@@ -126,6 +126,6 @@ fn device_file(path: &Path, gpus: &[(Gpu, u32, Option<NonZeroU64>)]) -> File {
          slices.\n# `man 5 yunion-mps-host_container_device.yml` has all keys. Check a change with `yunion-mps-daemon \
          --check`.\n\n{lines}"
     );
-    let change = "Give each of these GPUs this entry, and no other, in";
+    let change = "Give each of these GPUs the entry below, and no other entry, in";
     File { path: path.to_owned(), text, lines, change }
 }

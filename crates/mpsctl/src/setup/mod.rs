@@ -68,7 +68,8 @@ pub(super) async fn setup(arguments: &Arguments, out: &mut dyn Write) -> Result<
         Err(refused) => {
             say(&Checked::Refused(refused), out)?;
             return Err(failed(
-                "the existing configuration has mistakes, and setup changes no existing file",
+                "the existing configuration has mistakes: correct these first, since setup changes no \
+                 existing file",
             ));
         }
     };
@@ -134,17 +135,20 @@ fn ask(
             None => {
                 let proposed = group.proposed();
                 writeln!(out, "{}", prose(&found.describe_share(group, proposed)))?;
-                let question =
-                    format!("How many slices shall {gpus} have? 0 leaves it out.", gpus = group.describe());
+                let question = format!(
+                    "How many slices shall {gpus} have? With 0 slices a GPU is not served.",
+                    gpus = group.describe()
+                );
                 questions.number(&printable(&question), proposed, out)?
             }
         });
     }
     if slices.iter().all(|slices| *slices == 0) {
-        return Err(failed("no GPU is to have slices, so nothing was written"));
+        return Err(failed("every GPU was left out with 0 slices, so nothing was written"));
     }
     let platform = loaded.platform || {
-        let question = "Does this host belong to a Cloudpods platform? Nothing on this host looks like that.";
+        let question =
+            "Does this host belong to a Cloudpods platform? Nothing on this host points to such a platform.";
         questions.no_or_yes(question, out)?
     };
     let asks = !platform && found.can_isolate_slices();
@@ -179,8 +183,8 @@ fn ask_by_itself(sysroot: &Path, questions: &mut Questions, out: &mut dyn Write)
                     programs that are started with a slice use one.";
     let Some(tool) = toolkit::installed(sysroot) else { return questions.yes_or_no(question, out) };
     let said = format!(
-        "{tool} is installed and mounts {WHERE_CUDA_LOOKS} into every container with a GPU, so containers \
-         that were given no slice would use slices too."
+        "{tool} is installed and mounts {WHERE_CUDA_LOOKS} into every container with a GPU. If you answer \
+         yes, containers that were given no slice use slices too."
     );
     writeln!(out, "{}", prose(&said))?;
     questions.no_or_yes(question, out)

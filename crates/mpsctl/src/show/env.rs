@@ -131,14 +131,14 @@ fn only_slice(devices: &str) -> Result<&str, String> {
     if devices.contains(',') {
         let devices = devices.replace(',', " and ");
         return Err(format!(
-            "a container takes one CDI device, since the limits of {devices} would overwrite each other; --format podman \
-             has the options for several slices"
+            "a container can take only one of these CDI devices, since the limits of {devices} would \
+             overwrite each other; --format podman prints the options for several slices"
         ));
     }
     if !devices.contains('-') {
         return Err(format!(
-            "{devices} is a GPU, and each CDI device is a slice: name a slice (`yunion-mpsctl list` shows \
-             the names), or take a free slice with --free"
+            "{devices} is a GPU, but a CDI device of this service is one slice: name a slice (`yunion-mpsctl \
+             list` shows the names), or take a free slice with --free"
         ));
     }
     Ok(devices)
@@ -207,8 +207,9 @@ pub(crate) fn ensure_reachable(answer: &ContainerConfig) -> Result<()> {
     match fs::metadata(Path::new(directory).join("control")) {
         Err(error) if error.kind() == io::ErrorKind::NotFound => Err(Error::Failed(format!(
             "the service has {directory}/control, but this process does not see this file: this process has \
-             a /tmp of its own (PrivateTmp= of a unit, job_container/tmpfs of Slurm); set \
-             cuda_mps_pipe_directory to a directory outside of /tmp, such as /run/yunion-mps/pipe"
+             a /tmp of its own (PrivateTmp= of a unit, job_container/tmpfs of Slurm); in \
+             host.conf, set cuda_mps_pipe_directory to a directory outside of /tmp, such as \
+             /run/yunion-mps/pipe"
         ))),
         // A user without permission for the pipe directory gets no error here, since CUDA itself reports that error.
         _ => Ok(()),

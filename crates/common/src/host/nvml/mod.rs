@@ -193,7 +193,7 @@ impl Driver {
         let mut gpus: Vec<u32> = (0..self.nvml.device_count().map_err(|error| words(&error))?).collect();
         'without_refused: loop {
             if gpus.is_empty() {
-                return Err("no GPU reports critical errors".into());
+                return Err("no GPU can report critical errors".into());
             }
             let mut events = self.nvml.create_event_set().map_err(|error| words(&error))?;
             let mut uuids = Vec::new();
@@ -292,7 +292,7 @@ fn why_not_listed(why: &NotListed) -> Problem {
     match why {
         NotListed::Refused(error) => words(error),
         NotListed::Unreadable => Problem::new(
-            "this driver writes its list of processes in an unknown form",
+            "this driver lists the GPU's processes in a form that this service does not know",
             "install another driver",
         ),
     }
