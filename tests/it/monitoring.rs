@@ -165,7 +165,7 @@ fn dashboard() -> Value {
     serde_json::from_str(&read("docs/grafana.json")).unwrap()
 }
 
-/// Returns the queries of the dashboard's panels. Values replace Grafana's variables.
+/// Returns the queries of the dashboard's panels. Grafana's variables are replaced by example values.
 fn queries(dashboard: &Value) -> Vec<String> {
     let panels = dashboard["panels"].as_array().unwrap();
     let targets = panels.iter().flat_map(|panel| panel["targets"].as_array().into_iter().flatten());

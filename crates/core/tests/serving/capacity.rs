@@ -33,7 +33,7 @@ fn a_gpu_is_full_when_the_check_finds_as_many_clients_as_it_can_hold() {
     come(&story, 1000, "B", &[3]);
     story.served(9000);
     assert_eq!((story.calls("clients 200"), full(&story, "A").as_str()), (0, ""));
-    // The health check of a control daemon with clients counts the clients.
+    // If a control daemon has clients, its health check counts the clients.
     story.served(12_000);
     assert_eq!(
         full(&story, "A"),
