@@ -399,8 +399,9 @@ fn binds(machine: &Machine, engine: &str, run: &str) {
 /// The number of times that the test ends the client of a container, which the engine must then restart.
 const LOSSES: u32 = 4;
 
-/// Repeats [`one_comes_back`] `ROUNDS` times, or once without this variable. Docker and the service wait longer before each
-/// further restart of a container. So each round has a new container and a restarted service.
+/// Repeats [`one_comes_back`] `ROUNDS` times, or once without this variable. Docker waits longer before each further restart of
+/// a container, and the service before each further restart of a control daemon. With a new container and a restarted service,
+/// these waits begin anew in each round.
 fn comes_back(machine: &Machine, engine: &str, run: &str) {
     let rounds = std::env::var("ROUNDS").map_or(1, |number| number.parse().unwrap());
     for round in 0..rounds {
