@@ -69,8 +69,9 @@ fn have_waited(pids: &[u32]) -> Option<String> {
         ),
     };
     Some(format!(
-        "{who} for a control daemon, but no control daemon took clients; start each such program again: it \
-         gets CUDA error 46 in compute mode EXCLUSIVE_PROCESS and runs without MPS in any other mode"
+        "{who} for a control daemon, but no control daemon took clients; such a program has failed with CUDA \
+         error 46 in compute mode EXCLUSIVE_PROCESS, and runs without MPS in any other mode: start each \
+         such program again"
     ))
 }
 

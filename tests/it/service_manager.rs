@@ -80,7 +80,8 @@ fn a_service_manager_that_does_not_read_holds_nobody_up() {
         let reloaded = host.call("Control.Reload");
         assert!(reloaded.status.success(), "{}", crate::support::host::text(&reloaded));
     }
-    // The service manager now reads again. The first notification that it reads is the start of a reload.
+    // From here on, the service manager reads notifications again, which it did not do during the reloads. The first
+    // notification that it reads is the start of a reload.
     let heard = manager.until(|message| message.starts_with("STATUS=") || message == "READY=1");
     assert_eq!(heard.first().map(String::as_str), Some("RELOADING=1"), "{heard:?}");
     host.signal(Signal::TERM);

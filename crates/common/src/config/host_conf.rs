@@ -301,13 +301,13 @@ impl Draft {
 /// without a value as missing, as this service does.
 fn read_as(key: &str, syntax: Syntax) -> Option<&'static str> {
     match (syntax, key) {
-        (Syntax::Yaml, PIPE_KEY | LOG_KEY | DEVICE_FILE_KEY | "local_config_file") => {
-            Some("the platform's host agent takes the text null as the value")
-        }
+        (Syntax::Yaml, PIPE_KEY | LOG_KEY | DEVICE_FILE_KEY | "local_config_file") => Some(
+            "the platform's host agent does not treat null as unset, but uses the text `null` as the value",
+        ),
         (Syntax::Yaml, ENABLE_KEY | REPLICAS_KEY | "log_level") => Some(MISTAKE),
-        (Syntax::KeyValue, PIPE_KEY | LOG_KEY) => {
-            Some("the platform's host agent takes an empty text as the value")
-        }
+        (Syntax::KeyValue, PIPE_KEY | LOG_KEY) => Some(
+            "the platform's host agent does not treat an empty value as unset, but uses the empty text as the value",
+        ),
         _ => None,
     }
 }
