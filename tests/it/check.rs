@@ -204,7 +204,7 @@ fn what_stops_the_host_agent_is_told_everywhere() {
     assert_eq!(
         [
             said("with the topology per_gpu every container fails"),
-            said("the platform's host agent does not start")
+            said("the platform's host agent rejects the path")
         ],
         [1, 1]
     );
@@ -212,7 +212,7 @@ fn what_stops_the_host_agent_is_told_everywhere() {
     assert_eq!(
         [
             said("with the topology per_gpu every container fails"),
-            said("the platform's host agent does not start")
+            said("the platform's host agent rejects the path")
         ],
         [2, 2]
     );

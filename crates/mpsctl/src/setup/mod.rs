@@ -144,7 +144,7 @@ fn ask(
         });
     }
     if slices.iter().all(|slices| *slices == 0) {
-        return Err(failed("every GPU got 0 slices, so no file was written"));
+        return Err(failed("every GPU got 0 slices, so nothing was written"));
     }
     let platform = loaded.platform || {
         let question =
