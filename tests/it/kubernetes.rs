@@ -395,7 +395,7 @@ fn the_unit_and_the_manifests_are_well_formed() {
 fn a_wrong_command_line_says_what_to_write() {
     for (words, complaint) in [
         (["--domain", "kubernetes.io"], "no domain for resources"),
-        (["--resource", "small=20"], "write 20GiB, 20480MiB or 20GiB:25"),
+        (["--resource", "small=20"], "write 20GiB, 20480MiB, or 20GiB:25"),
         (["--grace", "4000"], "0..=3600"),
     ] {
         let refused = Command::new(binaries().join("yunion-mps-device-plugin")).args(words).output().unwrap();
