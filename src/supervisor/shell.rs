@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use mps_core::mps::{Client, ClientPids, Inspection, Limits};
 use mps_core::serve::{
-    ClientsOnGpus, Effect, Failure, GpuReach, GpuShell, News, Occurrence, Requested, Said, SeenGpus, Shell,
+    ClientsOnGpus, Failure, GpuReach, GpuShell, News, Occurrence, Requested, RunEffect, Said, SeenGpus, Shell,
 };
 use mps_core::terms::ProcessId;
 use mps_core::view::DaemonView;
@@ -82,23 +82,23 @@ impl Shell for RunShell<'_> {
         self.worker.tools.begun.elapsed()
     }
 
-    fn carry_out(&mut self, effect: Effect) {
+    fn carry_out(&mut self, effect: RunEffect) {
         let (run, tools) = (&mut *self.run, &self.worker.tools);
         match effect {
-            Effect::ContinueIfStopped(servers) => self.continue_if_stopped(servers),
-            Effect::ReopenWays => self.worker.admission.reopen_ways(),
-            Effect::LetGo => self.worker.let_go(),
-            Effect::KeepStateFile { stays } => self.keep_state_file(stays),
-            Effect::RotateLog => self.rotate_log(),
-            Effect::TellHit { server, ordinal, clients } => {
+            RunEffect::ContinueIfStopped(servers) => self.continue_if_stopped(servers),
+            RunEffect::ReopenWays => self.worker.admission.reopen_ways(),
+            RunEffect::LetGo => self.worker.let_go(),
+            RunEffect::KeepStateFile { stays } => self.keep_state_file(stays),
+            RunEffect::RotateLog => self.rotate_log(),
+            RunEffect::TellHit { server, ordinal, clients } => {
                 run.tell_hit(server, ordinal, clients, &self.worker.reporter, tools);
             }
-            Effect::ClientCame(_) => tools.wake_ups.wake(&run.running.gpus, |wake_ups| &wake_ups.came),
-            Effect::CheckedInUse => tools.wake_ups.wake(&run.running.gpus, |wake_ups| &wake_ups.look),
-            Effect::RememberClients(clients) => tools.clients.want(clients),
-            Effect::ClientsAre(listed) => tools.clients.are(&self.worker.reporter.id(), listed),
-            Effect::WatchServer(server) => self.watch_server(server),
-            Effect::Answer(answer) => {
+            RunEffect::ClientCame(_) => tools.wake_ups.wake(&run.running.gpus, |wake_ups| &wake_ups.came),
+            RunEffect::CheckedInUse => tools.wake_ups.wake(&run.running.gpus, |wake_ups| &wake_ups.look),
+            RunEffect::RememberClients(clients) => tools.clients.want(clients),
+            RunEffect::ClientsAre(listed) => tools.clients.are(&self.worker.reporter.id(), listed),
+            RunEffect::WatchServer(server) => self.watch_server(server),
+            RunEffect::Answer(answer) => {
                 if let Some(reply) = self.reply.take() {
                     // Sending fails only if the caller no longer waits for the answer.
                     let _ = reply.send(answer.map_err(Problem::from));

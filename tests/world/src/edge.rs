@@ -8,7 +8,7 @@ use std::task::Poll;
 use std::time::Duration;
 
 use mps_core::mps::{Client, ClientPids, Inspection, Limits, ServerStatus};
-use mps_core::serve::{ClientsOnGpus, Effect, Failure, GpuReach, Occurrence, Requested, Said, Shell};
+use mps_core::serve::{ClientsOnGpus, Failure, GpuReach, Occurrence, Requested, RunEffect, Said, Shell};
 use mps_core::{CoreTime, DaemonId, Permit, Tenure};
 
 use super::answers::{difference, inspect, listed, read_line, setting};
@@ -212,39 +212,39 @@ impl Shell for SimShell {
         self.lock().now
     }
 
-    fn carry_out(&mut self, effect: Effect) {
+    fn carry_out(&mut self, effect: RunEffect) {
         let mut mps = self.lock();
         match effect {
-            Effect::ContinueIfStopped(servers) => {
+            RunEffect::ContinueIfStopped(servers) => {
                 mps.note(format_args!("continue{}", spaced(&servers)));
                 mps.go_on(&servers);
             }
-            Effect::ReopenWays => {
+            RunEffect::ReopenWays => {
                 mps.note(format_args!("lead again"));
                 self.admission.reopen_ways(&mut mps);
             }
-            Effect::LetGo => {
+            RunEffect::LetGo => {
                 mps.note(format_args!("let go"));
                 check_programs_wait_for_a_server(&mps);
                 self.admission.let_go();
             }
-            Effect::KeepStateFile { stays } => {
+            RunEffect::KeepStateFile { stays } => {
                 mps.note(format_args!("keep the state file, stays: {stays}"));
                 mps.keep_state_file();
             }
-            Effect::RotateLog => mps.note(format_args!("rotate the log")),
-            Effect::TellHit { server, ordinal, clients } => mps.tell_hit(server, ordinal, &clients),
-            Effect::ClientCame(client) => mps.note(format_args!("client {client} came")),
-            Effect::RememberClients(clients) => {
+            RunEffect::RotateLog => mps.note(format_args!("rotate the log")),
+            RunEffect::TellHit { server, ordinal, clients } => mps.tell_hit(server, ordinal, &clients),
+            RunEffect::ClientCame(client) => mps.note(format_args!("client {client} came")),
+            RunEffect::RememberClients(clients) => {
                 mps.note(format_args!("remember {clients:?}"));
                 mps.look_at_clients(true);
             }
-            Effect::ClientsAre(listed) => {
+            RunEffect::ClientsAre(listed) => {
                 mps.note(format_args!("clients are {:?}", listed.keys()));
                 mps.are_listed(listed);
             }
-            Effect::CheckedInUse => mps.note(format_args!("checked in use")),
-            Effect::WatchServer(server) => {
+            RunEffect::CheckedInUse => mps.note(format_args!("checked in use")),
+            RunEffect::WatchServer(server) => {
                 mps.note(format_args!("watch {server}"));
                 mps.turn_during("watch");
                 if mps.servers.get(&server).is_some_and(|one| !one.has_ended) {
@@ -253,7 +253,7 @@ impl Shell for SimShell {
                     mps.reader.ended.push_back(server);
                 }
             }
-            Effect::Answer(answer) => {
+            RunEffect::Answer(answer) => {
                 mps.stage.answered.push(answer);
                 (mps.reader.is_forced, mps.reader.asked_at) = (false, None);
             }

@@ -15,8 +15,8 @@ pub(super) fn of_gpu(facts: &NvmlFacts, keys: &MpsEntry, inventory: &Inventory) 
     let Some(capability) = facts.compute_capability else {
         return vec![NamedProblem::new(
             NO_COMPUTE_CAPABILITY,
-            "NVML does not report the compute capability of the GPU, so the service treats the GPU as \
-             one that enforces no limits",
+            "NVML does not report the compute capability of the GPU, so the service takes the GPU for \
+             a GPU that enforces no limits",
             "see nvidia-smi -q and dmesg",
         )];
     };

@@ -7,7 +7,7 @@ use alloc::string::String;
 
 use super::blocker::{Blocker, Change, ClearedBy, Progress};
 use super::door::Door;
-use super::effect::Effect;
+use super::effect::RunEffect;
 use super::gpus::{ProcessesOnGpus, clients_among};
 use super::news::News;
 use super::shell::{Failure, Shell};
@@ -62,7 +62,7 @@ impl<S: Shell> Serving<'_, S> {
         let there = self.read_gpus().await?;
         let in_use = !clients_among(&there).is_empty();
         if in_use || self.run.in_use {
-            self.shell.carry_out(Effect::CheckedInUse);
+            self.shell.carry_out(RunEffect::CheckedInUse);
         }
         self.run.in_use = in_use;
         if in_use {
@@ -78,7 +78,7 @@ impl<S: Shell> Serving<'_, S> {
         self.find_misfit();
         self.compare_servers();
         self.keep_state_file();
-        self.shell.carry_out(Effect::RotateLog);
+        self.shell.carry_out(RunEffect::RotateLog);
         self.show_state();
         Ok(None)
     }
@@ -98,7 +98,7 @@ impl<S: Shell> Serving<'_, S> {
         there.retain(|gpu, _| self.run.gpus.contains(gpu));
         let mut servers: BTreeSet<u32> = self.run.servers.alive().into_iter().collect();
         let mut clients = clients_among(&there);
-        self.shell.carry_out(Effect::RememberClients(clients.clone()));
+        self.shell.carry_out(RunEffect::RememberClients(clients.clone()));
         self.run.bypasses_at = None;
         let are_all_servers = there.values().flatten().all(|process| servers.contains(&process.pid));
         if !are_all_servers || self.shell.has_clients() {
@@ -120,7 +120,7 @@ impl<S: Shell> Serving<'_, S> {
                 its.map(|(gpu, _)| gpu.clone()).collect()
             };
             let used = listed.iter().map(|pid| (*pid, gpus_of(*pid))).collect();
-            self.shell.carry_out(Effect::ClientsAre(used));
+            self.shell.carry_out(RunEffect::ClientsAre(used));
             servers = all.into_keys().collect();
             clients = listed;
         }
@@ -150,7 +150,7 @@ impl<S: Shell> Serving<'_, S> {
             let gpus = self.run.gpus.iter().filter(|uuid| client.is_on(uuid)).cloned();
             listed.entry(client.pid).or_default().extend(gpus);
         }
-        self.shell.carry_out(Effect::ClientsAre(listed));
+        self.shell.carry_out(RunEffect::ClientsAre(listed));
     }
 
     /// Updates the state file, with which the next process of the service takes the control daemon over. If the order needs
@@ -160,7 +160,7 @@ impl<S: Shell> Serving<'_, S> {
         // process of the service reports only later lines.
         self.tell_fault();
         let stays = !self.run.blockers.has(ClearedBy::Order);
-        self.shell.carry_out(Effect::KeepStateFile { stays });
+        self.shell.carry_out(RunEffect::KeepStateFile { stays });
     }
 
     /// Prepares the control daemon for the next process of the service, which takes it over.

@@ -14,7 +14,7 @@ use alloc::string::String;
 use core::time::Duration;
 
 use super::Serving;
-use super::effect::Effect;
+use super::effect::RunEffect;
 use super::limits::TAKES_LIMITS;
 use super::shell::Shell;
 
@@ -48,7 +48,7 @@ impl<S: Shell> Serving<'_, S> {
         if let Err(why) = self.shell.keep_waiting()
             && !self.run.blockers.is_unreached()
         {
-            self.shell.carry_out(Effect::ReopenWays);
+            self.shell.carry_out(RunEffect::ReopenWays);
             return Err(format!("the service can't make new programs wait for a control daemon: {why}"));
         }
         self.run.door = Door::Closed;
@@ -65,7 +65,7 @@ impl<S: Shell> Serving<'_, S> {
     /// Opens the closed door, unless the control daemon was asked to end.
     pub(super) fn open_door(&mut self) {
         if self.run.door == Door::Closed {
-            self.shell.carry_out(Effect::ReopenWays);
+            self.shell.carry_out(RunEffect::ReopenWays);
             self.run.door = Door::Opened;
             self.show_state();
         }
@@ -97,7 +97,7 @@ impl<S: Shell> Serving<'_, S> {
                 return;
             }
         }
-        self.shell.carry_out(Effect::LetGo);
+        self.shell.carry_out(RunEffect::LetGo);
         self.run.door = Door::Open;
     }
 }

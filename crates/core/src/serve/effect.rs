@@ -7,7 +7,7 @@ use alloc::vec::Vec;
 use crate::GpuUuid;
 
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub enum Effect {
+pub enum RunEffect {
     /// Continue the control daemon and these servers if a signal has stopped them, and write a message about it to the journal.
     ContinueIfStopped(Vec<u32>),
     /// Make the links that lead clients to the control daemon again.

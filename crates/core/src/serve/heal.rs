@@ -9,7 +9,7 @@ use core::time::Duration;
 
 use super::Serving;
 use super::blocker::{Blocker, ClearedBy};
-use super::effect::Effect;
+use super::effect::RunEffect;
 use super::fault::{AfterGrace, FAULT_PAUSE, Fault, HealStep, after_grace, is_over, next_look, next_step};
 use super::news::News;
 use super::shell::{Failure, Shell};
@@ -67,7 +67,7 @@ impl<S: Shell> Serving<'_, S> {
         self.fault_seen(server);
         // The client may end in a moment. The service therefore finds out the client's owner at once, so that the message about
         // the client can name the owner.
-        self.shell.carry_out(Effect::RememberClients([client].into()));
+        self.shell.carry_out(RunEffect::RememberClients([client].into()));
         if let Some(fault) = self.fault() {
             fault.clients.insert((ordinal, client));
         }
@@ -158,7 +158,7 @@ impl<S: Shell> Serving<'_, S> {
     pub(super) fn tell_fault(&mut self) {
         let Some((server, hit)) = self.run.take_hit() else { return };
         for (ordinal, clients) in hit {
-            self.shell.carry_out(Effect::TellHit { server, ordinal, clients });
+            self.shell.carry_out(RunEffect::TellHit { server, ordinal, clients });
         }
     }
 
@@ -283,7 +283,7 @@ impl<S: Shell> Serving<'_, S> {
     /// Watches the server, so that the service notices its end even if the log does not report it.
     pub(super) fn watch_server(&mut self, server: u32) {
         if self.run.watched_servers.insert(server) {
-            self.shell.carry_out(Effect::WatchServer(server));
+            self.shell.carry_out(RunEffect::WatchServer(server));
         }
     }
 

@@ -53,7 +53,7 @@ use alloc::vec::Vec;
 use core::time::Duration;
 
 pub use bypasses::CONFIRM_AFTER;
-pub use effect::Effect;
+pub use effect::RunEffect;
 pub use end::Judged;
 pub use failing::Failing;
 pub use gpus::{GpuReach, GpuShell, SeenGpu, SeenGpus};

@@ -4,7 +4,7 @@ use alloc::format;
 use core::time::Duration;
 
 use super::Serving;
-use super::effect::Effect;
+use super::effect::RunEffect;
 use super::news::News;
 use super::shell::{Failure, Occurrence, Said, Shell};
 use crate::CoreTime;
@@ -67,7 +67,7 @@ impl<S: Shell> Serving<'_, S> {
 
     /// Continues the control daemon and its servers if a signal has stopped them, since a stopped process serves no client.
     pub fn continue_if_stopped(&mut self) {
-        self.shell.carry_out(Effect::ContinueIfStopped(self.run.servers.alive()));
+        self.shell.carry_out(RunEffect::ContinueIfStopped(self.run.servers.alive()));
     }
 
     fn observe(&mut self, said: &Said) {
@@ -100,7 +100,7 @@ impl<S: Shell> Serving<'_, S> {
             Meaning::TornDown { server, client, ordinal } => self.client_hit(server, client, ordinal),
             Meaning::ClientAdmitted(client) => {
                 (run.in_use, run.quiet_since) = (true, now);
-                self.shell.carry_out(Effect::ClientCame(client));
+                self.shell.carry_out(RunEffect::ClientCame(client));
             }
             Meaning::ClientLeft(_) => (run.client_left, run.quiet_since) = (true, now),
             Meaning::ClientRefused { server, capacity } if first_refusal => {

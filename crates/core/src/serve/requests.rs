@@ -5,7 +5,7 @@ use alloc::format;
 use alloc::string::String;
 use core::time::Duration;
 
-use super::effect::Effect;
+use super::effect::RunEffect;
 use super::heal::clients_counted;
 use super::shell::{Failure, Requested, Shell};
 use super::{Ended, Serving};
@@ -24,13 +24,13 @@ impl<S: Shell> Serving<'_, S> {
             Requested::Apply { force } => {
                 let answer = self.apply(force).await;
                 let has_ended = answer == Ok(true);
-                self.shell.carry_out(Effect::Answer(answer.map(drop)));
+                self.shell.carry_out(RunEffect::Answer(answer.map(drop)));
                 return has_ended.then_some(Ended::Stopped);
             }
             Requested::Check => self.run.check_at = self.shell.now(),
             Requested::RestartServer => {
                 let done = self.restart_servers().await;
-                self.shell.carry_out(Effect::Answer(done));
+                self.shell.carry_out(RunEffect::Answer(done));
             }
         }
         None

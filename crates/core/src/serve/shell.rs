@@ -6,7 +6,7 @@ use alloc::string::String;
 use alloc::vec::Vec;
 use core::time::Duration;
 
-use super::effect::Effect;
+use super::effect::RunEffect;
 use super::gpus::{GpuReach, GpuShell};
 use crate::mps::{Client, ClientPids, Inspection, Limits, Meaning};
 use crate::{CoreTime, GpuUuid, Permit};
@@ -17,7 +17,7 @@ pub enum Occurrence {
     Said(Said),
     Ended,
     ServerEnded(u32),
-    /// A caller has made a request. [`Effect::Answer`] sends the answer of a request.
+    /// A caller has made a request. [`RunEffect::Answer`] sends the answer of a request.
     Asked(Requested),
     /// No event has come before the deadline.
     Nothing,
@@ -90,7 +90,7 @@ pub type ClientsOnGpus = BTreeMap<GpuUuid, Result<BTreeSet<u32>, String>>;
 pub trait Shell: GpuShell {
     fn now(&self) -> CoreTime;
 
-    fn carry_out(&mut self, effect: Effect);
+    fn carry_out(&mut self, effect: RunEffect);
 
     /// Waits for the next event, at most until `until`. Requests of callers are returned only if `takes_requests` is true. An
     /// error means that the log can't be read.

@@ -7,7 +7,7 @@ use core::time::Duration;
 use super::blocker::{Blocker, Change, ClearedBy};
 use super::capacity::CLIENT_LEFT_PAUSE;
 use super::door::QUIET;
-use super::effect::Effect;
+use super::effect::RunEffect;
 use super::news::News;
 use super::shell::{Failure, Occurrence, Shell};
 use super::{Ended, Serving};
@@ -144,7 +144,7 @@ impl<S: Shell> Serving<'_, S> {
                 if self.run.in_use {
                     self.run.check_at = self.run.check_at.min(now + CHECK_PERIOD_IN_USE);
                 }
-                self.shell.carry_out(Effect::RotateLog);
+                self.shell.carry_out(RunEffect::RotateLog);
             }
         }
         Ok(None)
