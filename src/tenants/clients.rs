@@ -22,8 +22,8 @@ const OPENS_AFTER: Duration = Duration::from_millis(200);
 type ProcessesByGpu = BTreeMap<String, Vec<GpuProcess>>;
 
 /// Lists the clients of the control daemons with these statuses, and the bypasses on their GPUs. No control daemon is asked,
-/// since the register has all clients. NVML may know a client whose line in the log is not read yet, and this client is listed
-/// too. If the service can't examine a process in time, its last known slice is listed.
+/// since the register has all clients. NVML may list a client before the service has read the client's line in the log. The
+/// result has this client too. If the service can't examine a process in time, its last known slice is listed.
 pub(crate) async fn list(statuses: &[Status], tools: &Tools) -> Vec<ClientView> {
     let (mut processes, mut bypasses) = find_processes(statuses, tools).await;
     let is_told = |bypass: &Bypass| told(statuses).any(|known| known.is(bypass));

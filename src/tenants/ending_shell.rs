@@ -20,7 +20,7 @@ use common::state_file::Running;
 /// The longest wait for the list of clients of one control daemon. Each question to the control daemon has a shorter deadline.
 const PATIENCE: Duration = Duration::from_secs(60);
 
-/// The longest wait for the list of clients of a control daemon whose answer the request can do without. An answer takes
+/// The longest wait for the list of clients of a control daemon, if the request does not need this list. An answer takes
 /// milliseconds.
 const OTHERS_PATIENCE: Duration = Duration::from_secs(1);
 

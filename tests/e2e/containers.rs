@@ -400,8 +400,8 @@ fn binds(machine: &Machine, engine: &str, run: &str) {
 const LOSSES: u32 = 4;
 
 /// Repeats [`one_comes_back`] `ROUNDS` times, or once without this variable. Docker waits longer before each further restart of
-/// a container, and the service before each further restart of a control daemon. With a new container and a restarted service,
-/// these waits begin anew in each round.
+/// a container, and the service before each further restart of a control daemon. Each round has a new container and a restarted
+/// service, so these waits start again from the shortest wait.
 fn comes_back(machine: &Machine, engine: &str, run: &str) {
     let rounds = std::env::var("ROUNDS").map_or(1, |number| number.parse().unwrap());
     for round in 0..rounds {

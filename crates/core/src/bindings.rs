@@ -279,8 +279,8 @@ impl Bindings {
         Some(self.0.remove(at))
     }
 
-    /// Ends the bindings whose control groups are gone or got no process in time, and returns these bindings. `now` is in
-    /// seconds since the host's boot.
+    /// Ends a binding if its control group does not exist any more, or has got no process in time. Returns the ended bindings.
+    /// `now` is in seconds since the host's boot.
     pub fn end(&mut self, now: u64, use_of: impl Fn(&ControlGroup) -> GroupUse) -> Vec<Arc<Binding>> {
         let has_ended = |one: &mut Arc<Binding>| {
             let group_use = use_of(&one.group);

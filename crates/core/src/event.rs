@@ -28,7 +28,7 @@ pub enum CoreEvent<P> {
         outcome: ActOutcome,
     },
     ModeDone {
-        /// The GPU whose compute mode the act was to set or restore.
+        /// The act was about the compute mode of this GPU.
         gpu: GpuUuid,
         outcome: ModeOutcome,
     },

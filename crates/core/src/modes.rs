@@ -73,8 +73,9 @@ impl Modes {
         self.under_way.is_empty()
     }
 
-    /// The GPUs whose compute modes should be restored now: no control daemon needs them (`is_used`), and the configuration
-    /// does not name them. If a mode were restored earlier, programs without MPS could use the GPUs without limits.
+    /// The service restores the compute modes of these GPUs now. No control daemon needs these GPUs (`is_used`), and the
+    /// configuration does not name these GPUs. If a mode were restored earlier, programs without MPS could use the GPU without
+    /// limits.
     pub(crate) fn to_put_back(&self, is_used: impl Fn(&GpuUuid) -> bool) -> Vec<GpuUuid> {
         let left = self.touched.difference(&self.under_way).filter(|gpu| !self.stuck.contains(*gpu));
         left.filter(|gpu| !self.kept.may_have(gpu) && !is_used(gpu)).cloned().collect()

@@ -22,7 +22,7 @@ const MEMBERS: u32 = 65_534;
 /// Options of setpriv for a user who is a member of the group yunion-mps.
 pub(crate) const AS_MEMBER: [&str; 3] = ["--reuid=65534", "--regid=65534", "--clear-groups"];
 
-/// Options of setpriv for a user whose calls the bus policy refuses.
+/// Options of setpriv for a user who is no member of the group yunion-mps. The bus policy refuses the calls of this user.
 pub(crate) const AS_STRANGER: [&str; 3] = ["--reuid=1", "--regid=1", "--clear-groups"];
 
 pub(crate) fn ctl(bus: &PrivateBus, arguments: &[&str]) -> Command {
@@ -92,7 +92,7 @@ impl PrivateBus {
         command
     }
 
-    /// Makes a command that runs as a user whose calls the policy refuses. Only root can start the command.
+    /// Makes a command that runs as the user of [`AS_STRANGER`]. Only root can start the command.
     pub(crate) fn command_as_stranger(&self, program: &str) -> Command {
         let mut command = self.command("setpriv");
         command.args(AS_STRANGER).arg(program);

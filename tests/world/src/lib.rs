@@ -173,7 +173,7 @@ struct Service {
     ending: Option<Ending>,
     /// The control daemons that had clients when MPS was disabled, and that run on for these clients.
     spared: BTreeSet<DaemonId>,
-    /// The control daemons whose last order forbids the service to set compute modes.
+    /// The last orders of these control daemons say that the service sets no compute modes.
     without_modes: BTreeSet<DaemonId>,
     /// The control daemons that the service has not been able to end after it was told to stop.
     not_ended: BTreeSet<DaemonId>,
@@ -209,7 +209,7 @@ pub struct World {
     /// these slices in its answer, so the checks allow their links.
     stuck: BTreeSet<String>,
     ways: Ways,
-    /// The slices whose link to the control daemon a user has removed or replaced.
+    /// A user has removed or replaced the links of these slices to the control daemon.
     meddled: BTreeSet<String>,
     /// The control groups that are bound to slices. The state file records the bindings, so they survive the end of the
     /// service.

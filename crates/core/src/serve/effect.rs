@@ -1,4 +1,4 @@
-//! The effects of serving. An effect has no result, and a history prints each effect as it is.
+//! The effects of serving: acts without a result.
 
 use alloc::collections::{BTreeMap, BTreeSet};
 use alloc::string::String;
