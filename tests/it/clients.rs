@@ -518,7 +518,7 @@ fn clients_without_a_slice_count_for_their_gpu() {
         host.served(command.env("CUDA_MPS_PIPE_DIRECTORY", &directory).env_remove("YUNION_MPS_DEVICE"));
     let all = wait_for("the clients on the GPU", || {
         let gpus = host.json(&["list", "--gpus"]).unwrap();
-        Some(gpus[0].clone()).filter(|gpu| gpu["memory_used"] == 3 * 580 + 1000)
+        Some(gpus[0].clone()).filter(|gpu| gpu["memory_used"] == 3 * 148 + 1000)
     });
     assert_eq!(all["clients"], 3);
     let slices = host.list();
@@ -528,7 +528,7 @@ fn clients_without_a_slice_count_for_their_gpu() {
     assert_eq!((&known["device"], &known["known_by"]), (&json!("00:06.0-1"), &json!("environment")));
 
     let list = succeeded(&host.mpsctl(&["list"]));
-    assert!(list.lines().any(|line| line == "no slice  2 clients  1160 MiB"), "{list}");
+    assert!(list.lines().any(|line| line == "no slice  2 clients  296 MiB"), "{list}");
     let rows = succeeded(&host.mpsctl(&["list", "--no-headings"]));
     assert!(!rows.contains("no slice"), "programs read the rows\n{rows}");
     let status = succeeded(&host.mpsctl(&["status"]));
@@ -655,7 +655,7 @@ fn the_clients_of_a_foreign_control_daemon_are_listed() {
     host.start();
     host.wait_for_status("a service that waits", |status| control_daemon(status)["state"] == "waiting");
     let theirs = wait_for("the client", || host.listed(client.id()));
-    assert_eq!((&theirs["bypass"], &theirs["memory_mib"]), (&json!(false), &json!(580)));
+    assert_eq!((&theirs["bypass"], &theirs["memory_mib"]), (&json!(false), &json!(517)));
     // The control daemon's state is not "waiting" while the service tries to start it. So the test repeats the command.
     wait_for("the status", || {
         succeeded(&host.mpsctl(&["status"])).contains(", and has 1 client").then_some(())

@@ -328,7 +328,7 @@ fn a_server_and_its_client_are_listed_as_recorded() {
     assert_eq!(default.strip_prefix("Default\n").unwrap(), of_server);
     host.wait_for_log("Received device query command. There are 1 devices");
     let used = host.command("nvidia-smi").args(["--query-gpu=memory.used", "--format=csv,noheader"]).output();
-    assert_eq!(finished(&used.unwrap()), ("646 MiB\n".to_owned(), 0), "66 of the server, 580 of the client");
+    assert_eq!(finished(&used.unwrap()), ("583 MiB\n".to_owned(), 0), "66 of the server, 517 of the client");
 }
 
 #[test]

@@ -7,6 +7,7 @@ use std::task::Poll;
 use std::time::Duration;
 
 use mps_core::mps::ServerStatus;
+use mps_core::tenants::budget::NVML_ERROR_MIB;
 use mps_core::tenants::{
     ClientEnd, ClientShell, Connections, DaemonClients, ListAnswer, ListedClient, SliceBudgets,
 };
@@ -146,7 +147,8 @@ impl Facts {
         };
         let rest: Vec<&Program> = of_slice.iter().copied().filter(has_work).collect();
         let mib: u64 = rest.iter().map(|one| one.mib).sum();
-        let is_over = rest.len() > 1 && (mib > budget.memory_mib || rest.len() > budget.max_clients as usize);
+        let allowed_mib = budget.memory_mib + NVML_ERROR_MIB * rest.len() as u64;
+        let is_over = rest.len() > 1 && (mib > allowed_mib || rest.len() > budget.max_clients as usize);
         let is_doubted = |one: &Program| self.in_doubt.contains(&one.process);
         let is_newer = |one: &Program| {
             let was_refused = self.refused.get(&one.process).is_some_and(|at| *at + LEFT_ALONE > self.now);

@@ -15,10 +15,12 @@ use super::{client, command_of, memory_limit, percentage};
 use crate::memory_limits;
 use crate::state::{Gpu, Host, Kind, visible};
 
-/// The memory in MiB that a server takes on each of its GPUs, and the memory that a client takes on its GPU before it allocates
-/// any.
+/// The memory in MiB that a server takes on each of its GPUs.
 const SERVER_MIB: u64 = 66;
-const CLIENT_MIB: u64 = 580;
+
+/// NVML's figure for a client's memory is up to this many MiB higher than the memory that counts against the client's limit.
+/// Measured: 71,888 MiB for a client that filled its limit of 71,885 MiB.
+const NVML_ERROR_MIB: u64 = 3;
 
 /// The server ends a client's work in this many steps, and waits for the client in each step. A client that another process
 /// stops again and again takes part in only a few steps between two stops, so the end of its work takes long.
@@ -57,6 +59,8 @@ struct Client {
     /// The position of the client's GPU in the server's list of GPUs.
     ordinal: usize,
     connection: Arc<OwnedFd>,
+    /// NVML's figure for the memory of the client's CUDA context.
+    context_mib: u64,
     allocated_mib: u64,
     long_kernel: bool,
     terminated: bool,
@@ -293,7 +297,10 @@ impl Server {
         self.log(&format!("Status of client {} is ACTIVE", state.last_request));
         let devices = seen.iter().enumerate();
         let devices = devices.filter_map(|(place, ordinal)| self.device(&state, hello, place, *ordinal, pid));
-        wire::send(&**connection, &Event::Welcome(devices.collect())).map_err(|_| client::NOT_READY)?;
+        let devices: Vec<Device> = devices.collect();
+        let sms = devices.first().map_or(gpu.sms(), |device| device.sms);
+        let context_mib = client::context_mib(sms) + NVML_ERROR_MIB;
+        wire::send(&**connection, &Event::Welcome(devices)).map_err(|_| client::NOT_READY)?;
         state.last_id += 1;
         let id = state.last_id;
         state.clients.push(Client {
@@ -301,13 +308,14 @@ impl Server {
             id,
             ordinal,
             connection: Arc::clone(connection),
+            context_mib,
             allocated_mib: 0,
             long_kernel: false,
             terminated: false,
             faulted: false,
             steps: 0,
         });
-        gpu.enter(pid, Kind::Client, CLIENT_MIB);
+        gpu.enter(pid, Kind::Client, context_mib);
         Ok(id)
     }
 
@@ -370,7 +378,7 @@ impl Server {
                     _ => client.allocated_mib,
                 };
                 if let Some(gpu) = self.gpus.get(client.ordinal) {
-                    gpu.enter(client.pid, Kind::Client, CLIENT_MIB + client.allocated_mib);
+                    gpu.enter(client.pid, Kind::Client, client.context_mib + client.allocated_mib);
                 }
             }
             Request::LongKernel(runs) => client.long_kernel = *runs,
