@@ -532,10 +532,10 @@ fn clients_without_a_slice_count_for_their_gpu() {
     let rows = succeeded(&host.mpsctl(&["list", "--no-headings"]));
     assert!(!rows.contains("no slice"), "programs read the rows\n{rows}");
     let status = succeeded(&host.mpsctl(&["status"]));
-    assert!(status.lines().any(|line| line.contains("2740 MiB   3 / 48  served")), "{status}");
+    assert!(status.lines().any(|line| line.contains("1444 MiB   3 / 48  served")), "{status}");
     let samples = metrics(&host);
     assert_eq!(of_gpu(&samples, "yunion_mps_gpu_clients"), 3.0);
-    assert_eq!(of_gpu(&samples, "yunion_mps_gpu_memory_used_bytes"), 2740.0 * 1_048_576.0);
+    assert_eq!(of_gpu(&samples, "yunion_mps_gpu_memory_used_bytes"), 1444.0 * 1_048_576.0);
     nameless.into_iter().chain([connected]).for_each(Client::end);
 }
 
