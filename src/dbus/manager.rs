@@ -88,8 +88,8 @@ impl Manager {
     }
 }
 
-/// An error while the GPUs are not known yet. If the service answered with an empty list instead, the platform would delete its
-/// devices.
+/// An error while the GPUs are not known yet. If the service answered with an empty list instead, the Cloudpods platform
+/// would delete this host's slices from the platform's list of devices.
 fn known(snapshot: &Snapshot) -> Result<()> {
     if snapshot.gpus.is_some() { Ok(()) } else { Err(not_ready(snapshot)) }
 }

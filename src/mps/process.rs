@@ -279,7 +279,10 @@ impl GoingOn {
             if let Err(error) = self.continue_once(is_stopped(pid)) {
                 let error = error.to_string();
                 if error != refused {
-                    tracing::warn!(mps_client_pid = pid, "client {pid} can't be continued: {error}");
+                    tracing::warn!(
+                        mps_client_pid = pid,
+                        "client {pid} is stopped or frozen and can't be continued: {error}"
+                    );
                     refused = error;
                 }
             }

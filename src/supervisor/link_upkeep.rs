@@ -20,8 +20,8 @@ impl Worker {
         self.reporter.warning(words);
     }
 
-    /// Reports links that other programs have changed, files that were renamed, and links that can't be removed. `other` is the
-    /// PID of a foreign process that has listened in the pipe directory.
+    /// Reports links that other programs have changed, files that the service has renamed since they were in the way of links,
+    /// and links that can't be removed. `other` is the PID of a foreign process that has listened in the pipe directory.
     pub(super) fn report_links(&mut self, pipe_directory: &Path, other: Option<u32>) {
         let (renewed, moved, stuck) = self.admission.take_news();
         if let Some(again) = led_again(&renewed, pipe_directory, other) {

@@ -115,7 +115,8 @@ impl Starter for StartShell<'_> {
         let clients = match control.client_pids(&[]).await {
             Err(ControlError::NoDaemon { .. }) => return Ok(None),
             Err(error @ ControlError::NotRun { .. }) => return Err(error.into()),
-            // No process listens in the pipe directory, so the front end itself has failed.
+            // No process listens in the pipe directory. So the error comes from the front end (`nvidia-cuda-mps-control`), and
+            // not from a control daemon.
             Err(error) if control.daemon_pid().is_none() => return Err(error.into()),
             Err(error) => Err(error.to_string()),
             Ok(clients) => Ok(clients.values().flatten().count()),

@@ -43,7 +43,7 @@ impl Status {
         let before = std::mem::replace(&mut self.plan, Arc::new(plan.clone()));
         let goes_on = before.pipe_directory == plan.pipe_directory;
         if *plan == (ControlDaemonPlan { supervision: Arc::clone(&plan.supervision), ..(*before).clone() }) {
-            // Only the settings for the supervision differ, so nothing changes for clients. The plan is in force once the
+            // Only the settings for the supervision differ, so nothing changes for clients. The view is settled again once the
             // supervisor has the new settings.
             self.shown.settled = false;
             return;

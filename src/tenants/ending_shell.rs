@@ -152,7 +152,10 @@ impl<P: Send + Sync> ClientShell for EndingShell<P> {
     async fn go_on(&mut self, held: &Held) -> Result<GoingOn, String> {
         held.go_on().await.map_err(|error| {
             let pid = held.pid();
-            tracing::warn!(mps_client_pid = pid, "client {pid} can't be continued: {error}");
+            tracing::warn!(
+                mps_client_pid = pid,
+                "client {pid} is stopped or frozen and can't be continued: {error}"
+            );
             error.to_string()
         })
     }

@@ -164,8 +164,8 @@ fn a_tenant_in_a_bound_control_group_changes_nobodys_slice() {
     succeeded(&bind(&host, OWN, &group, &["--label", "tenant"]));
     succeeded(&bind(&host, NEIGHBOURS, &other, &["--label", "neighbour"]));
     let directory = host.path("mps/pipe/slices").join(NEIGHBOURS.replace(':', "_"));
-    // In its own namespaces, the program is another user and has other mounts. The service must still know it as the same
-    // tenant.
+    // In its own namespaces, the program is another user and has other mounts. The service must still find the slice to
+    // which the program's control group is bound.
     let namespaces =
         [&["--mount"][..], &["--user", "--map-root-user", "--mount", "--cgroup", "--pid", "--fork"]];
     for (options, below) in namespaces.into_iter().zip(["", "init/deeper"]) {

@@ -137,7 +137,7 @@ fn what_takes_effect_at_once_is_told_from_what_waits() {
     let waits = |kind: &str, from: &str, to: &str| [kind, "shared", from, to, "waits 1"].map(str::to_owned);
     assert_eq!(differences(&host), [waits("control-daemon", "present", "new")]);
     let said = check(&host, &[]).1;
-    assert!(said.contains("after 1 client has ended, with a new control daemon"), "{said}");
+    assert!(said.contains("control daemon shared is replaced: after 1 client has ended: "), "{said}");
     let pipe = host.path("mps/other").display().to_string();
     host.configure(&format!("cuda_mps_multiuser: auto\ncuda_mps_pipe_directory: {pipe}"));
     let now = host.path("mps/pipe").display().to_string();

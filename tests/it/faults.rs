@@ -640,8 +640,8 @@ fn flood(host: &Host, pipe: &Path, commands: usize) {
 }
 
 /// The service rotates a log that is too large while processes write to it. It understands the lines after the rotation and
-/// misses no fault. So does the next service, although the rotation has removed the lines in which the server has confirmed its
-/// limits.
+/// misses no fault. The next service also misses no fault. The rotation has removed the lines with the server's limits, so the
+/// next service sets the limits again.
 fn the_log_is_rotated_under_load(topology: Topology) {
     let mut host = Host::with_topology(topology, "h200");
     host.configure("cuda_mps_log_max_size: 1");

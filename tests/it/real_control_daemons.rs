@@ -42,7 +42,8 @@ fn serves(series: &str, multiuser: bool) {
     assert_eq!(Path::new(&arguments[0]), nvidias(series).join("nvidia-cuda-mps-control"), "{arguments:?}");
     let expected: &[&str] = if multiuser { &["-f", "-multiuser-server"] } else { &["-f"] };
     assert_eq!(arguments[1..], *expected);
-    let refused = "this driver's control daemon refuses multi-user mode, and serves one user at a time";
+    let refused = "the control daemon of this driver has no multi-user mode, so the control daemon serves \
+                   one user at a time";
     assert_eq!(events(&status).contains(&refused), !multiuser, "{status:#}");
 
     let pipe = host.path("mps/pipe");

@@ -28,7 +28,7 @@ const SLICE: &str = ", slice 00:06.0-1";
 /// Checks that the service had ended the GPU work of the command before `yunion-mpsctl run` passed the signal on to the
 /// command. The command ends with CUDA's error, or by the signal if the signal comes first.
 fn assert_released((status, said): (Option<i32>, String), signal: Signal) {
-    assert!(!said.contains("which can be a fault for other clients of the GPU"), "{signal:?}: {said}");
+    assert!(!said.contains("which can cause a fault in other clients of the GPU"), "{signal:?}: {said}");
     match status {
         Some(3) => assert!(said.contains(TERMINATED), "{signal:?}: {said}"),
         _ => assert_eq!(status, Some(128 + signal.as_raw()), "{signal:?}: {said}"),
@@ -691,7 +691,7 @@ fn run_finds_all_that_the_command_has_started() {
             let (status, said) = ended(run);
             assert!(
                 said.contains("signalled")
-                    && !said.contains("which can be a fault for other clients of the GPU"),
+                    && !said.contains("which can cause a fault in other clients of the GPU"),
                 "{script}: {said}"
             );
             assert_eq!(status, Some(9), "{script}: {said}");
@@ -756,8 +756,8 @@ fn run_passes_a_users_signal_on_by_any_name() {
 
 #[test]
 fn run_passes_signals_on_when_the_daemon_does_not_answer() {
-    const WARNING: &str = "the command gets the signal while its GPU work may go on, which can be a fault \
-                           for other clients of the GPU: ";
+    const WARNING: &str = "the command gets the signal while its GPU work may go on, which can cause a fault \
+                           in other clients of the GPU: ";
     let one = "trap 'end=7' INT; echo up; while test -z $end; do sleep 0.01; done; exit $end";
     let both = "trap 'int=7' INT; trap 'term=1; echo TERM' TERM; echo up; \
                 until test \"$int$term\" = 71; do sleep 0.01; done; exit $int";

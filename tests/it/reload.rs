@@ -133,7 +133,8 @@ fn slices_have_sizes_of_their_own(topology: Topology) {
     }
     let of_slices: Vec<u64> =
         host.list().iter().map(|slice| slice["max_clients"].as_u64().unwrap()).collect();
-    let is_loose = text(&host.check()).contains("keep to 20480 MiB (00:06.0-0), 40960 MiB (00:06.0-1)");
+    let loose = "have the smaller limit of their slice: 20480 MiB (00:06.0-0), 40960 MiB (00:06.0-1)";
+    let is_loose = text(&host.check()).contains(loose);
     let (default, most, loose) = match topology {
         Topology::Shared => ("60G\n", [16, 3, 16], true),
         Topology::PerSlice => ("20G\n", [48, 3, 48], false),
@@ -720,7 +721,7 @@ fn a_gpu_that_takes_its_compute_mode_later_joins() {
     host.clear("gpus/0/error/nvmlDeviceSetComputeMode");
     assert!(host.call("Control.Reload").status.success());
     let status = host.wait_for_status("a restart that waits", |status| {
-        control_daemon(status)["reason"].as_str().unwrap().contains("joins, for which")
+        control_daemon(status)["reason"].as_str().unwrap().contains(" joins the control daemon's GPUs, ")
     });
     assert_eq!(host.compute_mode(0), "Exclusive_Process");
     assert_eq!(gpu_of(&status, B)["healthy"], true, "{status:#}");

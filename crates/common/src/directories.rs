@@ -107,9 +107,9 @@ pub fn clear_place(
     Ok(())
 }
 
-/// Renames a directory that has the name of a control daemon's FIFO in this pipe directory: the service may have made it as the
-/// log directory of an earlier configuration. While the directory has this name, the control daemon can't make the FIFO.
-/// Returns a message if a directory was renamed.
+/// Renames a directory in this pipe directory that has the name of the control daemon's FIFO. The service may have made such a
+/// directory as the log directory of an earlier configuration. While the directory has this name, the control daemon can't make
+/// the FIFO. Returns a message if a directory was renamed.
 pub fn free_place_of_fifo(directory: &Path) -> Result<Option<String>, BadDirectory> {
     let path = directory.join(LOG_FIFO);
     let Some(there) = walk(directory, false)? else { return Ok(None) };

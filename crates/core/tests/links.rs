@@ -334,15 +334,36 @@ fn one_that_nobody_has_an_order_for_keeps_its_links() {
 #[test]
 fn strangers_among_the_directories_are_left_alone_unless_they_leading_to_ours() {
     let mut disk = Disk::new();
-    let mut links = leading(&mut disk);
+    leading(&mut disk);
     disk.others_lead("s-8", OURS);
     disk.others_lead("s-9", ANOTHERS);
     disk.others_lead("no slice", ANOTHERS);
-    links.apply(&mut disk, &nobody()).unwrap();
+    let adopted = || Links::new(Some(wanted()), Some(linked()));
+    adopted().apply(&mut disk, &nobody()).unwrap();
     assert_eq!(disk.leading_to_ours(), ["pipe", "s-0", "s-1"]);
     assert_eq!(disk.slices.len(), 4);
-    links.apply(&mut disk, &drained(["s-9"])).unwrap();
+    adopted().apply(&mut disk, &drained(["s-9"])).unwrap();
     assert_eq!(disk.slices.len(), 3, "a drained slice leads nowhere at all");
+}
+
+#[test]
+fn other_directories_are_searched_until_no_link_can_be_left_there() {
+    let mut disk = Disk { stuck: texts(["s-8"]), ..Disk::new() };
+    leading(&mut disk);
+    disk.others_lead("s-8", OURS);
+    let mut links = Links::new(Some(wanted()), Some(linked()));
+    links.apply(&mut disk, &nobody()).unwrap();
+    assert_eq!(links.stuck(), &texts(["s-8 can't be changed"]));
+    disk.stuck.clear();
+    links.apply(&mut disk, &nobody()).unwrap();
+    assert_eq!(disk.leading_to_ours(), ["pipe", "s-0", "s-1"]);
+    // No other program makes links in the directories of slices, so the next passes look only at the slices of the order.
+    disk.others_lead("s-8", OURS);
+    links.apply(&mut disk, &nobody()).unwrap();
+    assert_eq!(disk.leading_to_ours(), ["pipe", "s-0", "s-1", "s-8"]);
+    links.pursue(WantedLinks { retiring: true, ..wanted() });
+    links.apply(&mut disk, &nobody()).unwrap();
+    assert_eq!(disk.leading_to_ours(), [""; 0]);
 }
 
 #[test]

@@ -344,7 +344,7 @@ impl Plugin {
 fn is_former_directory(directory: &Path, error: &io::Error) -> bool {
     match error.kind() {
         io::ErrorKind::ReadOnlyFilesystem => true,
-        // A directory that was removed while this process could still reach it has a link count of 0.
+        // A removed directory that stays mounted in the sandbox has a link count of 0.
         io::ErrorKind::NotFound => directory.metadata().is_ok_and(|found| found.nlink() == 0),
         _ => false,
     }

@@ -113,7 +113,7 @@ impl Resource {
         let (sender, receiver) = watch::channel(offered);
         // Each connection clones the closure below. A clone of the receiver itself would count as a kubelet in `has_listener`,
         // so all clones share one receiver.
-        let (name, offered) = (name.to_owned(), Arc::new(receiver));
+        let (resource, name, offered) = (name.to_owned(), name.to_owned(), Arc::new(receiver));
         let mut until_dropped = sender.subscribe();
         let answer = service_fn(move |request| {
             let (name, manner, offered) = (name.clone(), manner.clone(), Arc::clone(&offered));
@@ -130,8 +130,8 @@ impl Resource {
                 );
             if let Err(error) = server.await {
                 tracing::error!(
-                    "the device plugin no longer serves the socket of a resource: {error}; restart the \
-                     device plugin"
+                    "{resource}: the device plugin no longer serves the socket of this resource: {error}; \
+                     restart the device plugin"
                 );
             }
         });

@@ -23,14 +23,15 @@ pub(crate) struct Devices {
     /// Names as `list` shows them: 00:06.0-1; a GPU's address or UUID stands for one slice of it
     #[arg(required_unless_present_any = ["free", "slurm"], value_name = "SLICE", add = complete::devices())]
     names: Vec<String>,
-    /// Take the slice with the fewest clients, of all or of the slices that SLICE names; part of a model's name will do: h200
+    /// Take the slice with the fewest clients: of all slices, or of the slices that SLICE names. Here SLICE may also be a part
+    /// of a GPU model's name: h200
     #[arg(long)]
     free: bool,
     /// Take the slices that Slurm has given to this step or job
     #[arg(long, conflicts_with_all = ["free", "names"])]
     slurm: bool,
-    /// Share the slices: other programs may have them too. Without it, a slice with an owner is refused, and the slices of root's
-    /// command are refused to others
+    /// Share the slices with other programs. Without --share, a slice that has an owner is refused, and the slices of a command
+    /// that root has started are refused to other programs
     #[arg(long)]
     share: bool,
 }

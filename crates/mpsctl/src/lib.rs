@@ -115,18 +115,20 @@ enum Command {
     },
     /// Says by the exit status whether the service is ready, for scripts
     #[command(
-        after_help = "Ready means that every configured GPU is served. Otherwise one line names the state and its \
-        reason: degraded (only some GPUs are served, or something needs an administrator), starting, failed, disabled, stopping. yunion-mpsctl status says more.\n\n\
-        Exit status: 0 ready, 1 not ready, 3 yunion-mps-daemon is not running. With --wait, the exit status is for the end of the waiting.\n\n\
+        after_help = "Ready means that every configured GPU is served. If the service is not ready, is-ready \
+        prints one line with the state and the reason: degraded (only some GPUs are served, or something \
+        needs an administrator), starting, failed, disabled, stopping. yunion-mpsctl status says more.\n\n\
+        Exit status: 0 ready, 1 not ready, 3 yunion-mps-daemon is not running. With --wait, the exit status \
+        is for the state at the end of the wait.\n\n\
         Examples:\n  \
         yunion-mpsctl is-ready --quiet && ./start-jobs\n  \
         systemctl start yunion-mps-daemon && yunion-mpsctl is-ready --wait 60"
     )]
     IsReady {
-        /// Wait until the service is ready, but no longer than this; a service that is not running may start meanwhile
+        /// Wait at most this time until the service is ready; the service may also be started during the wait
         #[arg(long, value_name = "SECONDS")]
         wait: Option<u32>,
-        /// Print no state: the exit status says enough
+        /// Print no state, and report the result only by the exit status
         #[arg(long, short)]
         quiet: bool,
     },
@@ -153,12 +155,16 @@ enum Command {
     },
     /// Prints the settings with which a container, or a process on this host, uses slices
     #[command(
-        after_help = "Slices of one GPU can't be joined: with several slices of one GPU the settings are those of one slice, and a warning on standard error says so. run warns in the same way. --free and --slurm mean the same as with run.\n\n\
-        podman and cdi name the GPU by its UUID in NVIDIA's CDI spec, which nvidia-ctk writes. cdi also names the slice in \
-        the service's own spec, which is there only if host.conf has cuda_mps_cdi_directory; an engine refuses a name \
-        that it does not find.\n\n\
-        If env fails, nothing must start without a slice: so it prints an option, or a name, that every engine refuses, and \
-        `false` for a shell. Its exit status and standard error say why.\n\n\
+        after_help = "A program can't join slices of one GPU: with several slices of one GPU the program has \
+        the memory and the threads of one slice, and a warning on standard error says so. run warns in the \
+        same way. --free and --slurm mean the same as with run.\n\n\
+        The formats podman and cdi name the GPU by its UUID in NVIDIA's CDI spec, which nvidia-ctk writes. \
+        The format cdi also names the slice in the service's own CDI spec. The service writes its spec only \
+        if host.conf has cuda_mps_cdi_directory. A container engine refuses a name that is in no CDI \
+        spec.\n\n\
+        If env fails, no program must start without a slice. So env then prints an option or a name that \
+        every container engine refuses, or `false` for a shell. A message on standard error gives the \
+        reason, and the exit status is not 0.\n\n\
         Examples:\n  \
         eval \"$(yunion-mpsctl env 00:06.0-1)\" && ./a-cuda-program\n  \
         eval \"$(yunion-mpsctl env --free)\" && ./a-cuda-program\n  \
@@ -178,25 +184,34 @@ enum Command {
     },
     /// Runs a command on this host as a client of slices, and stops it without hurting its neighbours
     #[command(
-        after_help = "Ctrl-C, SIGTERM, SIGHUP and SIGQUIT first end the GPU work of the command and of every process \
-        that it has started (CUDA error 810). Then the command gets the signal. A second signal is passed on at once; \
-        with --slurm the second signal waits too, since Slurm sends SIGTERM twice. A command that handles SIGUSR1 or SIGUSR2 gets \
-        that signal alone; otherwise the signal counts as a signal that ends the command. A signal in the middle of a \
-        kernel would be a fault for every client on that GPU, so signal yunion-mpsctl and not the command itself. Only \
-        root can end GPU work, unless host.conf has cuda_mps_may_terminate: owner. For other users a signal is passed \
-        on at once, with a warning. The command runs in a session of its own: it can use the terminal, but not \
+        after_help = "Ctrl-C, SIGTERM, SIGHUP and SIGQUIT first end the GPU work of the command and of every \
+        process that the command has started (CUDA error 810). Then the command gets the signal. A second \
+        signal ends this wait: the command gets both signals at once. With --slurm a second signal does not \
+        end the wait, since Slurm sends SIGTERM twice. If the command handles or ignores SIGUSR1 or SIGUSR2, \
+        this signal goes to the command at once, and the GPU work goes on. Otherwise the signal would end \
+        the command, so the GPU work ends first.\n\n\
+        A signal that ends the command in the middle of a kernel is a fault for every client on that GPU. So \
+        send signals to yunion-mpsctl, and not to the command itself. Only root can end GPU work, unless \
+        host.conf has cuda_mps_may_terminate: owner. For other users a signal is passed on at once, with a \
+        warning. The command runs in its own session: the command can use the terminal, but not \
         /dev/tty.\n\n\
-        The exit status is the command's, or 128 plus the number of the signal that ended it; 126 and 127 mean that \
-        it could not be started.\n\n\
-        --free takes one slice that is served, not drained, without another owner and not full, and says on standard error which. Among \
-        slices with equally few clients it takes one of the GPU with the fewest clients, and the first in the order \
-        of the configuration. The clients of this moment count, and a command is a client only once it has started \
-        CUDA: so each slice that the service has chosen in the last minute counts as if it had one client more. The service can't know of a command that takes longer to start CUDA, or of a slice that was named and is not used yet.\n\n\
-        --slurm takes the slices that Slurm has given to this step (SLURM_STEP_GPUS) or job (SLURM_JOB_GPUS). Their names \
-        stand in /etc/yunion/gres.conf, which root writes with `yunion-mpsctl slurm`.\n\n\
-        The command of root is bound to its slices, as by `yunion-mpsctl bind`: no other container or command gets them while it runs, unless \
-        --share is given. In a session it runs in a scope of systemd, yunion-mps-run-PID.scope, and in a unit of its own it \
-        stays there. In a unit with other processes, and without systemd, it is not bound.\n\n\
+        The exit status is the command's, or 128 plus the number of the signal that ended the command; 126 \
+        and 127 mean that the command could not be started.\n\n\
+        --free takes the slice with the fewest clients. The slice must be served, must not be drained or \
+        full, and must have no other owner. If several slices have equally few clients, --free prefers the \
+        GPU with the fewest clients, and then the order of the configuration. run names the slice on \
+        standard error. A command is a client only once the command has started CUDA. So each slice that the \
+        service has chosen in the last minute counts as if the slice had one client more. The service can't \
+        count a command that needs more than a minute to start CUDA, or a user who has named a slice and \
+        does not use the slice yet.\n\n\
+        --slurm takes the slices that Slurm has given to this step (SLURM_STEP_GPUS) or job \
+        (SLURM_JOB_GPUS). Their names stand in /etc/yunion/gres.conf, which root writes with `yunion-mpsctl \
+        slurm`.\n\n\
+        A command that root starts is bound to its slices, as by `yunion-mpsctl bind`: no other container or \
+        command gets these slices while the command runs, unless --share is given. In a login session the \
+        command moves to a systemd scope, yunion-mps-run-PID.scope. In a unit without other processes the \
+        command stays in the unit. In a unit with other processes, and without systemd, the command is not \
+        bound.\n\n\
         Examples:\n  \
         yunion-mpsctl run 00:06.0-1 -- python3 train.py\n  \
         yunion-mpsctl run --free -- python3 train.py\n  \
@@ -250,13 +265,15 @@ enum Command {
     },
     /// Takes slices, GPUs or the whole host out of use for new clients, while the present clients finish
     #[command(
-        after_help = "A drained slice is given to no new user: no container, no command of env and run, no user of the CDI spec. \
-        The drain lasts until undrain or the next boot: not even systemctl stop ends it. A \
-        container that an agent gives the pipe directory by itself can start new clients until every slice of its control \
-        daemon is drained, and with drivers before 580 nothing keeps such a container out. --wait waits for these clients \
-        too.\n\n\
-        --wait waits for every client of a GPU that is drained as a whole, and for every client that does not say which \
-        slice it has. Ctrl-C ends the waiting, and the drain stays.\n\n\
+        after_help = "env and run refuse a drained slice, and so does the slice's device in the service's \
+        CDI spec. The drain lasts until undrain or the next boot: not even systemctl stop ends it.\n\n\
+        An agent, such as the host agent of Cloudpods, may mount the whole pipe directory into a container \
+        without a request to the service. This container can start new clients until every slice of its \
+        control daemon is drained. With drivers before 580 the container can start new clients even \
+        then.\n\n\
+        --wait waits for every client of a drained slice. --wait also waits for every client on the same GPU \
+        whose slice is not known, since this client may use the drained slice. Ctrl-C ends the wait, but the \
+        slices stay drained.\n\n\
         Exit status: 0 with --wait only if no client is left.\n\n\
         Examples:\n  \
         yunion-mpsctl drain 00:06.0-1\n  \
@@ -272,7 +289,8 @@ enum Command {
     },
     /// Lets new clients have drained slices again
     #[command(
-        after_help = "undrain can open a single slice of a drained GPU, or a single GPU of a drained host: the rest stays drained.\n\n\
+        after_help = "undrain can end the drain of a single slice of a drained GPU, or of a single GPU of a \
+        drained host. Then the other slices stay drained.\n\n\
         Examples:\n  \
         yunion-mpsctl undrain 00:06.0-1\n  \
         yunion-mpsctl undrain --all"
@@ -302,11 +320,18 @@ enum Command {
     },
     /// Writes the configuration of a host that has none, after a look at its GPUs and a few questions
     #[command(
-        after_help = "setup changes no existing file: if the host has a configuration that does not enable MPS, setup says which lines belong in which file. On a host of the platform it writes host.conf and a device file with one entry for \
-        each GPU, since the platform knows no other GPUs. On any other host host.conf alone gives every GPU the same \
-        number of slices, also a GPU that comes later. There setup also lets CUDA programs find a slice by themselves: every program is a client, with the memory and the threads of one slice. On a host of the platform, and \
-        where NVIDIA's container toolkit is installed, a program that was not started with a slice gets CUDA error 46. The result is checked as yunion-mps-daemon --check does.\n\n\
-        Exit status: 0 the configuration enables MPS, and is right; 1 it is wrong, or could not be written; 4 nothing was written, since existing files have to change.\n\n\
+        after_help = "setup changes no existing file: if the host has a configuration that does not enable \
+        MPS, setup prints the lines that belong in each file. On a host of Cloudpods setup writes host.conf \
+        and a device file with one entry for each GPU, since Cloudpods reads its GPUs from the device file. \
+        On any other host setup writes only host.conf, if all GPUs get the same number of slices. A GPU that \
+        is added later then gets this number of slices too.\n\n\
+        On a host of Cloudpods, and where NVIDIA's container toolkit is installed, a program that was not \
+        started with a slice gets CUDA error 46. On any other host, and without --isolate-slices, setup lets \
+        every CUDA program use a slice automatically: the program is a client with the memory and the \
+        threads of one slice.\n\n\
+        At the end setup checks the configuration, as yunion-mps-daemon --check does.\n\n\
+        Exit status: 0 the configuration enables MPS, and is right; 1 it is wrong, or could not be written; \
+        4 nothing was written, since existing files have to change.\n\n\
         Examples:\n  \
         yunion-mpsctl setup\n  \
         yunion-mpsctl setup --dry-run --yes\n  \

@@ -76,7 +76,9 @@ fn gres_conf(devices: &[Listed<Device>]) -> Result<String, Problem> {
     let gres: Vec<String> =
         kinds.iter().map(|(kind, slices)| format!("gpu:{kind}:{}", slices.len())).collect();
     Ok(format!(
-        "# The slices of this host as GPUs of Slurm, by `yunion-mpsctl slurm`. The order counts, here and in Gres=.\n\
+        "# The slices of this host as GPUs of Slurm, written by `yunion-mpsctl slurm`.\n\
+         # Slurm tells a job only the numbers of its slices. So keep the order of the lines below, and of the \
+         types in Gres=.\n\
          # gres.conf: include {FILE}\n\
          # slurm.conf: GresTypes=gpu\n\
          # slurm.conf: NodeName=... Gres={}\n{lines}",

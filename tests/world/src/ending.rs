@@ -70,7 +70,8 @@ pub(crate) struct RequestState {
     pub(crate) target: Target,
     /// The bindings at the beginning of the request.
     pub(crate) bindings: Bindings,
-    /// If the request names a PID: the number of the process that had this PID at the beginning of the request.
+    /// The [`SimProcess::process`] of the client that had the request's PID when the request began. None if the request names
+    /// no PID, or if no client had this PID.
     pub(crate) named: Option<u32>,
     /// The clients that the request means, and that were at work when the request began.
     pub(crate) wanted: BTreeSet<SimProcess>,

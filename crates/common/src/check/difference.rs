@@ -42,8 +42,8 @@ pub enum DifferenceKind {
 pub enum Effect {
     /// The change takes effect at once, for clients that start after the reload.
     Live,
-    /// The change takes effect after the clients of the present control daemon have ended. Then the service replaces the
-    /// control daemon.
+    /// The change takes effect after the clients of the present control daemon have ended. Then the service ends this control
+    /// daemon. If the new plan has a control daemon with the same name, that control daemon starts.
     Waits {
         /// The number of clients of the present control daemon. None (null in JSON) if the number is unknown.
         clients: Option<usize>,
@@ -69,19 +69,12 @@ impl fmt::Display for Effect {
         match self {
             Self::Live => f.write_str("at once, for new clients"),
             Self::Waits { clients: Some(0), reason, .. } => {
-                write!(
-                    f,
-                    "at once, with a new control daemon ({reason}); the present control daemon has no clients"
-                )
+                write!(f, "at once ({reason}); the present control daemon has no clients")
             }
             Self::Waits { clients, reason, out_meanwhile } => {
                 let have = if *clients == Some(1) { "has" } else { "have" };
                 let out = if *out_meanwhile { " (until then NO NEW CLIENT is served)" } else { "" };
-                write!(
-                    f,
-                    "after {clients} {have} ended{out}, with a new control daemon: {reason}",
-                    clients = describe(clients)
-                )
+                write!(f, "after {clients} {have} ended{out}: {reason}", clients = describe(clients))
             }
             Self::Ends { clients: Some(0) } => f.write_str("at once; no GPU has clients"),
             Self::Refused { reason } => write!(f, "refused: {reason}"),

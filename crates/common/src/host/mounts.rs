@@ -21,16 +21,16 @@ pub struct Place {
 }
 
 impl Place {
-    pub fn find(directory: &Path) -> io::Result<Self> {
+    /// Finds the places of directories. A directory that does not exist is skipped.
+    pub fn find_all<'d>(directories: impl IntoIterator<Item = &'d PathBuf>) -> Vec<Self> {
         let flags = OFlags::PATH | OFlags::DIRECTORY | OFlags::CLOEXEC;
-        let (mount, path) = proc::location(rustix::fs::open(directory, flags, Mode::empty())?)?;
-        let place = place_in(&proc::mountinfo(proc::OWN)?, mount, &path);
-        place.ok_or_else(|| {
-            io::Error::other(format!(
-                "{directory}: the kernel's list of mounts does not have the mount of this directory",
-                directory = directory.display()
-            ))
-        })
+        let opened = directories.into_iter().filter_map(|directory| {
+            proc::location(rustix::fs::open(directory, flags, Mode::empty()).ok()?).ok()
+        });
+        let locations: Vec<(u64, PathBuf)> = opened.collect();
+        // The kernel makes its list of mounts anew for each read, so the list is read once for all directories.
+        let mountinfo = proc::mountinfo(proc::OWN).unwrap_or_default();
+        locations.iter().filter_map(|(mount, path)| place_in(&mountinfo, *mount, path)).collect()
     }
 
     /// The path of this place relative to its ancestor `other`. Empty if both are the same place. None if `other` does not
@@ -97,7 +97,7 @@ fn unescaped(field: &[u8]) -> PathBuf {
 /// package, since the root directory of a chroot is often no mount.
 #[cfg(test)]
 pub fn root_is_a_mount() -> bool {
-    Place::find(Path::new("/")).is_ok()
+    !Place::find_all([&PathBuf::from("/")]).is_empty()
 }
 
 #[cfg(test)]
@@ -200,12 +200,13 @@ mod tests {
             return;
         }
         let directory = tempfile::tempdir().unwrap();
-        let (above, inside) = (Place::find(directory.path()).unwrap(), directory.path().join("a b"));
+        let inside = directory.path().join("a b");
         std::fs::create_dir(&inside).unwrap();
-        std::os::unix::fs::symlink(&inside, directory.path().join("link")).unwrap();
-        let place = Place::find(&directory.path().join("link")).unwrap();
-        assert_eq!(place.below(&above), Some(Path::new("a b")));
+        let [link, none] = ["link", "none"].map(|name| directory.path().join(name));
+        std::os::unix::fs::symlink(&inside, &link).unwrap();
+        let found = Place::find_all([&directory.path().to_owned(), &none, &link]);
+        let [above, place] = found.as_slice() else { panic!("{found:?}") };
+        assert_eq!(place.below(above), Some(Path::new("a b")));
         assert!(roots(proc::OWN).unwrap().iter().any(|root| above.below(root).is_some()));
-        assert!(Place::find(&directory.path().join("none")).is_err());
     }
 }

@@ -166,13 +166,10 @@ impl SliceMounts {
     /// A pipe directory that does not exist is skipped, since it has no slices.
     pub fn find(slices: &Slices) -> Self {
         let namespaces = [proc::mount_namespace(proc::OWN), proc::mount_namespace(proc::FIRST)];
-        let places = |directories: &BTreeSet<PathBuf>| {
-            directories.iter().filter_map(|path| Place::find(path).ok()).collect()
-        };
         Self {
-            pipes: places(&slices.pipe_directories),
+            pipes: Place::find_all(&*slices.pipe_directories),
             pipe_directories: Arc::clone(&slices.pipe_directories),
-            own: places(&slices.own_directories),
+            own: Place::find_all(&slices.own_directories),
             host: namespaces.into_iter().flatten().collect(),
             user: proc::user_namespace(proc::OWN).ok(),
             first: OnceLock::new(),
@@ -525,8 +522,7 @@ mod tests {
         let pipe = tempfile::tempdir().unwrap();
         std::fs::create_dir_all(pipe.path().join("slices/00_06.0-1")).unwrap();
         std::fs::create_dir_all(pipe.path().join("slices/other")).unwrap();
-        let roots = [Place::find(Path::new("/proc")), Place::find(&pipe.path().join(directory))];
-        let roots: Vec<Place> = roots.into_iter().flatten().collect();
+        let roots = Place::find_all(&[PathBuf::from("/proc"), pipe.path().join(directory)]);
         assert_eq!(roots.len(), 2, "{}", directory.display());
         find_in([pipe.path(), Path::new("/no such directory")]).sight(&roots)
     }

@@ -126,9 +126,9 @@ impl ControlDaemonPlan {
                 log_directory = self.log_directory.display()
             ))
         } else if let Some(gpu) = joins {
-            Some(format!("{} joins", gpu.uuid))
+            Some(format!("{} joins the control daemon's GPUs", gpu.uuid))
         } else if let Some(uuid) = leaves {
-            Some(format!("{uuid} leaves"))
+            Some(format!("{uuid} leaves the control daemon's GPUs"))
         } else if present.multiuser && !self.multiuser {
             Some("multi-user mode is switched off".to_owned())
         } else if !present.multiuser && self.multiuser && !self.multiuser_optional {
@@ -279,8 +279,8 @@ pub(super) fn each_writes_a_log(
     };
     let problems = control_daemons.iter().filter(silent).map(|daemon| {
         let found = format!(
-            "found {log_directory:?}, where control daemon {id} makes a FIFO: with a directory in the place \
-             of the FIFO the control daemon writes no log, from which the service learns of GPU faults",
+            "found {log_directory:?}, where control daemon {id} makes a FIFO: without this FIFO the control \
+             daemon writes no log, and the service learns of GPU faults from the log",
             log_directory = daemon.log_directory.display(),
             id = daemon.id
         );
@@ -422,12 +422,12 @@ mod tests {
             plan.gpus[0].warnings
         );
         assert!(
-            plan.gpus[1].warnings[0].problem.found.contains("keep to 10 %"),
+            plan.gpus[1].warnings[0].problem.found.contains("limit of their slice: 10 %"),
             "{:?}",
             plan.gpus[1].warnings
         );
         assert!(
-            plan.gpus[1].warnings[1].problem.found.contains("keep to 12288 MiB"),
+            plan.gpus[1].warnings[1].problem.found.contains("limit of their slice: 12288 MiB"),
             "{:?}",
             plan.gpus[1].warnings
         );

@@ -100,8 +100,8 @@ pub(super) fn loose(
     NamedProblem::new(
         "default-limits-loose",
         format!(
-            "{holder} gives clients {default} {unit} by default, so only clients that set {variable} keep \
-             to {own}"
+            "{holder} gives clients {default} {unit} by default, so only clients that set {variable} have \
+             the smaller limit of their slice: {own}"
         ),
         "cut the GPUs into slices of the same memory and thread_percentage, give clients the environment \
          that yunion-mpsctl env NAME prints, or write isolation: slice for the GPU, with which each slice \

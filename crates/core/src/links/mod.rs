@@ -42,6 +42,9 @@ pub struct Links<D> {
     may_lead: bool,
     /// The places that had a link to the control daemon at the last pass over the directories.
     lead: BTreeSet<Way>,
+    /// True if a directory that is not in `lead` and not of the order may have a link to the control daemon: an earlier service
+    /// or an earlier order may have made the link, or the service could not remove it. Without an order this is always so.
+    searches: bool,
     /// True if the links should point to another socket than at the last pass over the directories.
     has_turned: bool,
     made: bool,
@@ -118,6 +121,7 @@ impl<D: Clone + PartialEq> Links<D> {
     pub fn new(wanted: Option<WantedLinks<D>>, running: Option<Linked<D>>) -> Self {
         Self {
             wanted,
+            searches: running.is_some(),
             running,
             socket: None,
             end: WayEnd::ControlDaemon,
@@ -144,6 +148,7 @@ impl<D: Clone + PartialEq> Links<D> {
             self.wanted.as_ref().map(|before| WantedLinks { retiring: wanted.retiring, ..before.clone() });
         self.may_lead &= before.as_ref() == Some(&wanted);
         self.wanted = Some(wanted);
+        self.searches = true;
         true
     }
 
@@ -361,7 +366,9 @@ impl<D: Clone + PartialEq> Links<D> {
     ) {
         let found = directories.open_slices(slices_in, is_found && self.makes_all());
         let is_there = matches!(found, Ok(true));
-        for name in self.names(is_there, directories) {
+        let names = self.names(is_there, directories);
+        self.searches &= !is_there;
+        for name in names {
             let target = target(&name, self.wanted.as_ref(), &running.gpus, closed);
             let led = match (target, &found) {
                 (LinkTarget::Leads, Err(bad)) => Err(Some(bad.clone())),
@@ -411,15 +418,14 @@ impl<D: Clone + PartialEq> Links<D> {
         [self.socket, self.waiting_socket].into_iter().flatten()
     }
 
-    /// The names of the slices' directories that may have a link: the directories of the order, the directories that had a
-    /// link, and the other existing directories.
+    /// The names of the slices' directories that may have a link to the control daemon.
     fn names(&self, is_there: bool, directories: &impl Directories<D>) -> BTreeSet<String> {
         let mut names = self.names_of_order();
         names.extend(self.lead.iter().filter_map(|way| match way {
             Way::Slice(name) => Some(name.clone()),
             Way::Pipe => None,
         }));
-        if is_there {
+        if is_there && (self.searches || self.wanted.is_none()) {
             names.extend(directories.other_slices(&names));
         }
         names
@@ -462,6 +468,7 @@ impl<D: Clone + PartialEq> Links<D> {
         };
         if let Err(stuck) = closed {
             self.stuck.insert(stuck);
+            self.searches = true;
         }
     }
 }

@@ -25,7 +25,7 @@ pub enum KnownBy {
 }
 
 impl KnownBy {
-    /// Returns whether no program in a container can change this source.
+    /// True if no program in a container can change this source.
     pub fn is_certain(self) -> bool {
         match self {
             Self::Bound | Self::Mount | Self::Platform => true,
@@ -68,8 +68,9 @@ impl Membership {
         (!slices.is_empty()).then_some(Self { slices, known_by })
     }
 
-    /// The slices that count for a process on this GPU. A certain source also says on which GPU each slice is, so slices of
-    /// other GPUs do not count. If only the environment names the slices, all of them count. None if no slice counts.
+    /// The slices that count for a process on this GPU. If the source is certain ([`KnownBy::is_certain`]), the source also
+    /// says on which GPU each slice is, so slices of other GPUs do not count. If only the environment names the slices, all of
+    /// them count. None if no slice counts.
     pub fn on(mut self, gpu: GpuId) -> Option<Self> {
         if self.known_by.is_certain() {
             self.slices.retain(|slice| slice.gpu() == gpu);

@@ -91,7 +91,7 @@ impl Blocker {
             Self::DirectoryGone(error) => {
                 format!("the directory of the control daemon was removed or replaced ({error})")
             }
-            Self::Hung { looks, error } => format!("{error}, {looks} times in a row"),
+            Self::Hung { looks, error } => format!("{looks} health checks in a row failed: {error}"),
             Self::BadDirectory(text)
             | Self::Silent { error: text, .. }
             | Self::ServerEnded { reason: text, .. }
@@ -238,8 +238,8 @@ impl Blockers {
             ),
             Some(Blocker::Silent { .. }) => {
                 let then = format!(
-                    "; the service asks again, and the control daemon is {ended} if it still does not answer \
-                     and has no clients"
+                    "; the service asks the control daemon again, and the control daemon is {ended} if it \
+                     still does not answer and has no clients"
                 );
                 (ControlDaemonState::Waiting, then)
             }
@@ -418,13 +418,13 @@ mod tests {
             (vec![], Ready, true, true, ""),
             (vec![misfit()], Waiting, true, false, "for which the control daemon has to restart"),
             (vec![misfit(), server_ended()], Backoff, false, true, "server 9 has ended"),
-            (vec![silent(1), server_ended()], Waiting, false, true, "the service asks again"),
+            (vec![silent(1), server_ended()], Waiting, false, true, "asks the control daemon again"),
             (
                 vec![hung(5)],
                 Waiting,
                 false,
                 true,
-                "no answer, 5 times in a row; the control daemon is restarted",
+                "5 health checks in a row failed: no answer; the control daemon is restarted",
             ),
             (vec![taken], Waiting, false, true, "another control daemon (PID 7) listens in"),
             (vec![directory_gone()], Waiting, false, true, "was removed or replaced (gone)"),

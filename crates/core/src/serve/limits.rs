@@ -11,7 +11,7 @@ use super::servers::{SERVER_PAUSE, SERVER_TIMEOUT, Server};
 use super::shell::{Failure, Shell};
 use crate::mps::{Inspection, Limits, ServerStatus};
 
-/// The longest time until a server has written its limits to the log. Measured: below 1 ms.
+/// The time that a server has to write its limits to the log. Measured: below 1 ms.
 pub(super) const LIMITS_TIMEOUT: Duration = Duration::from_secs(2);
 
 pub(super) const TAKES_LIMITS: [ServerStatus; 2] = [ServerStatus::Active, ServerStatus::Unsupported];
@@ -151,8 +151,8 @@ impl<S: Shell> Serving<'_, S> {
             self.shell.tell(
                 News::Warning,
                 format!(
-                    "server {server} wrote no limits to the log, so its memory limits are confirmed only in \
-                     whole GiB; see if the file system of the log is full"
+                    "server {server} wrote no limits to the log, so the service can check the server's \
+                     memory limits only in whole GiB; see if the file system of the log is full"
                 ),
             );
             return Ok(None);

@@ -173,7 +173,7 @@ pub trait Shell: GpuShell {
     /// is not known.
     fn listener(&self) -> Option<u32>;
 
-    /// Returns whether certainly no process listens in the control daemon's directory.
+    /// Returns true if it is certain that no process listens in the control daemon's directory.
     fn is_nobody(&self) -> bool;
 
     /// Returns whether the control daemon has child processes. Its servers are its children. None if the service can't find

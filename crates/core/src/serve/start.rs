@@ -129,14 +129,14 @@ pub async fn start(
             Err(Failure::Ended { refuses_multiuser: true, .. }) if multiuser => shell.has_ended(),
             Err(failure) => return Err(failure),
         }
-        let refuses = "this driver's control daemon refuses multi-user mode";
+        let refuses = "the control daemon of this driver has no multi-user mode";
         if !users.is_optional {
             return Err(Failure::Waiting(format!(
                 "{refuses}; set cuda_mps_multiuser to {without}",
                 without = users.without
             )));
         }
-        shell.gpus().tell(News::Event, format!("{refuses}, and serves one user at a time"));
+        shell.gpus().tell(News::Event, format!("{refuses}, so the control daemon serves one user at a time"));
         multiuser = false;
     }
     shell.gpus().passed("listens", "the control daemon listens");

@@ -54,13 +54,13 @@ fn misses_are_counted_each_second_until_it_counts_as_hung() {
     });
     story.host().stage.nvml.insert("A".to_owned(), Ok([1].into()));
     story.served(30_500);
-    let asked = "Waiting, not serving: no answer; the service asks again, and the control daemon is \
-                 restarted if it still does not answer and has no clients";
+    let asked = "Waiting, not serving: no answer; the service asks the control daemon again, and the control \
+                 daemon is restarted if it still does not answer and has no clients";
     assert_eq!(story.shown(), asked);
     assert_eq!(story.host().reader.words, ["warning: no answer"]);
     story.served(34_500);
-    let hung = "Waiting, not serving: no answer, 5 times in a row; the control daemon is restarted when its \
-                clients have ended";
+    let hung = "Waiting, not serving: 5 health checks in a row failed: no answer; the control daemon is \
+                restarted when its clients have ended";
     assert_eq!(story.shown(), hung);
     assert_eq!(story.times("read GPUs"), [30_150, 31_150, 32_150, 33_150, 34_150]);
     assert_eq!(story.host().reader.words, ["warning: no answer"], "once is enough");

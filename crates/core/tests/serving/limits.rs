@@ -113,8 +113,8 @@ fn a_server_that_writes_nothing_is_set_once_more_and_that_is_told() {
     story.served(2100);
     assert_eq!((story.calls("set limits of 9"), story.shown().as_str()), (2, "Ready, serving"));
     assert!(story.has_told(
-        "warning: server 9 wrote no limits to the log, so its memory limits are confirmed only in whole GiB; \
-         see if the file system of the log is full"
+        "warning: server 9 wrote no limits to the log, so the service can check the server's memory limits \
+         only in whole GiB; see if the file system of the log is full"
     ));
 }
 

@@ -224,10 +224,9 @@ fn a_driver_that_refuses_multi_user_mode_gets_none_if_that_is_allowed() {
     assert_eq!(shell.started(&["A"]), Ok(false));
     assert_eq!(shell.spawned.iter().map(|(_, multiuser)| *multiuser).collect::<Vec<_>>(), [true, false]);
     assert_eq!(shell.forgotten, 1);
-    assert_eq!(
-        shell.told(),
-        ["this driver's control daemon refuses multi-user mode, and serves one user at a time"]
-    );
+    let words = "the control daemon of this driver has no multi-user mode, so the control daemon serves one \
+                 user at a time";
+    assert_eq!(shell.told(), [words]);
 }
 
 #[test]
@@ -235,7 +234,7 @@ fn a_driver_that_refuses_multi_user_mode_is_told_of_where_it_is_needed() {
     let mut shell = HostStart::with_gpus(&["A"]);
     shell.come_up = vec![refuses()];
     let (started, _) = shell.start(&["A"], WantedUsers { is_optional: false, ..MULTIUSER });
-    let words = "this driver's control daemon refuses multi-user mode; set cuda_mps_multiuser to no";
+    let words = "the control daemon of this driver has no multi-user mode; set cuda_mps_multiuser to no";
     assert_eq!(started, Err(Failure::Waiting(words.to_owned())));
     assert_eq!((shell.spawned.len(), shell.forgotten), (1, 1));
 }

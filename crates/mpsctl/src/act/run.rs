@@ -251,8 +251,8 @@ async fn release(command: ProcessGroup) {
         Err(_) => format!("the GPU work did not end within {seconds} s"),
     };
     say(&format!(
-        "the command gets the signal while its GPU work may go on, which can be a fault for other clients of \
-         the GPU: {trouble}"
+        "the command gets the signal while its GPU work may go on, which can cause a fault in other clients \
+         of the GPU: {trouble}"
     ));
 }
 

@@ -418,8 +418,9 @@ fn budgets(facts: &Facts) -> Outcome {
             format!("{overuse}{in_use}"),
             "yunion-mpsctl clients lists the clients, and yunion-mpsctl terminate PID ends the work of one \
              client; max_clients in the device file allows more clients; with cuda_mps_overuse: terminate \
-             in host.conf the service ends the newest clients by itself, if all clients of the slice belong \
-             to one user and one container, and no client's slice is known only from its environment",
+             in host.conf the service ends the newest clients by itself; the service ends no client if the \
+             clients of the slice belong to several users or containers, or if only the environment of a \
+             client says that the client has this slice",
         ))
     })
 }

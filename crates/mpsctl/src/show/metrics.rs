@@ -87,7 +87,7 @@ fn about_service(published: &Published, to: &mut Families) {
     let version = [("version", printable(version)), ("driver_version", printable(driver_version))];
     to.info("build_info", "The version of the service and of the NVIDIA driver.", [version.to_vec()]);
     let states = states(state.and_others(), &state.shown(), &Vec::new());
-    to.add("service_state", "1 for the state that the service is in.", states);
+    to.add("service_state", "1 for the present state of the service, 0 for its other states.", states);
     to.one("enabled", "1 if enable_cuda_mps is true, otherwise 0.", flag(*enabled));
     to.one(
         "generation",
@@ -104,7 +104,11 @@ fn about_control_daemons(daemons: &[Listed<ControlDaemon>], to: &mut Families) {
     let states = daemons
         .iter()
         .flat_map(|daemon| states(daemon.state.and_others(), &daemon.state.shown(), &daemon.labels()));
-    to.add("control_daemon_state", "1 for the state that the control daemon is in.", states);
+    to.add(
+        "control_daemon_state",
+        "1 for the present state of the control daemon, 0 for its other states.",
+        states,
+    );
     to.each("control_daemon_servers", "The MPS servers that run.", daemons, |daemon| {
         number(daemon.servers.len())
     });
