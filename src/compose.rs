@@ -27,8 +27,8 @@ const NAMES: usize = 8;
 #[derive(Debug)]
 pub(crate) struct Moment {
     pub now: CoreTime,
-    pub statuses: Vec<Status>,
-    pub leaving: Vec<Status>,
+    pub statuses: Vec<Arc<Status>>,
+    pub leaving: Vec<Arc<Status>>,
     /// The GPUs that are planned for one control daemon while another control daemon still has them, by UUID. Each value is the
     /// id of the control daemon that still has the GPU.
     pub held: HeldGpus,
@@ -127,7 +127,7 @@ fn listed(gpu: &GpuView) -> GpuView {
 }
 
 fn all<'a>(parts: &Parts<'a>) -> impl Iterator<Item = &'a Status> {
-    parts.moment.statuses.iter().chain(&parts.moment.leaving)
+    parts.moment.statuses.iter().chain(&parts.moment.leaving).map(|status| &**status)
 }
 
 fn gpu_view(plan: &GpuPlan, parts: &Parts<'_>) -> GpuView {
@@ -175,7 +175,7 @@ fn trouble(plan: &GpuPlan, parts: &Parts<'_>, uuid: &str) -> (Option<String>, BT
         return (Some(reason), BTreeMap::new());
     }
     let of_slice = |ordinal| {
-        let serves = |status: &&Status| {
+        let serves = |status: &&Arc<Status>| {
             let gpu = status.plan.gpus.iter().find(|gpu| gpu.uuid == uuid);
             gpu.is_some_and(|gpu| gpu.sizes.contains_key(&ordinal))
         };
@@ -311,11 +311,12 @@ fn astray(parts: &Parts<'_>, gpus: &[Arc<GpuView>]) -> Option<String> {
         ))
     };
     let mut set = gpus.iter().filter(|gpu| !being_set(parts, gpu));
-    set.find_map(|gpu| gpu.unserved()).or_else(|| parts.moment.statuses.iter().find_map(pipe))
+    set.find_map(|gpu| gpu.unserved())
+        .or_else(|| parts.moment.statuses.iter().find_map(|status| pipe(status)))
 }
 
 fn served<'a>(parts: &Parts<'a>, uuid: &str) -> impl Iterator<Item = (&'a Status, &'a ServedGpuView)> {
-    parts.moment.statuses.iter().filter_map(move |status| Some((status, status.shown.gpus.get(uuid)?)))
+    parts.moment.statuses.iter().filter_map(move |status| Some((&**status, status.shown.gpus.get(uuid)?)))
 }
 
 fn used_without_us(status: &Status, uuid: &str) -> Option<String> {

@@ -78,12 +78,15 @@ impl Status {
 
 #[derive(Debug)]
 pub(super) struct Reporter {
-    status: watch::Sender<Status>,
+    status: watch::Sender<Arc<Status>>,
     changed: Arc<Notify>,
 }
 
 impl Reporter {
-    pub(super) fn new(plan: &ControlDaemonPlan, changed: Arc<Notify>) -> (Self, watch::Receiver<Status>) {
+    pub(super) fn new(
+        plan: &ControlDaemonPlan,
+        changed: Arc<Notify>,
+    ) -> (Self, watch::Receiver<Arc<Status>>) {
         let view = ControlDaemonView {
             id: plan.id.clone(),
             state: ControlDaemonState::Starting,
@@ -102,7 +105,7 @@ impl Reporter {
             faults: 0,
             since: SystemTime::now(),
         };
-        let (status, seen) = watch::channel(Status {
+        let (status, seen) = watch::channel(Arc::new(Status {
             plan: Arc::new(plan.clone()),
             shown: DaemonView::new(gpus(plan)),
             view,
@@ -110,7 +113,7 @@ impl Reporter {
             bypasses: Vec::new(),
             missing_links: BTreeMap::new(),
             events: Events::default(),
-        });
+        }));
         (Self { status, changed }, seen)
     }
 
@@ -142,8 +145,8 @@ impl Reporter {
         self.status.borrow().view.id.clone()
     }
 
-    pub(super) fn status(&self) -> Status {
-        self.status.borrow().clone()
+    pub(super) fn status(&self) -> Arc<Status> {
+        Arc::clone(&self.status.borrow())
     }
 
     pub(super) fn update(&self, change: impl FnOnce(&mut Status)) {
@@ -167,9 +170,13 @@ impl Reporter {
 
     fn change(&self, change: impl FnOnce(&mut Status)) -> bool {
         self.status.send_if_modified(|status| {
-            let before = status.clone();
-            change(status);
-            *status != before
+            let mut changed = Status::clone(status);
+            change(&mut changed);
+            let has_changed = changed != **status;
+            if has_changed {
+                *status = Arc::new(changed);
+            }
+            has_changed
         })
     }
 }

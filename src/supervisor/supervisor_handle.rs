@@ -26,7 +26,7 @@ pub(crate) struct SupervisorHandle {
     events: mpsc::UnboundedSender<CoreEvent<ControlDaemonPlan>>,
     /// Interrupts the act that was ordered last. None before the first act, and after an interruption.
     interrupt: Option<oneshot::Sender<()>>,
-    status: channel::Receiver<Status>,
+    status: channel::Receiver<Arc<Status>>,
     front_ends: FrontEnds,
     requests: mpsc::Sender<(Requested, Option<Answer>)>,
     admission: SharedAdmission,
@@ -112,11 +112,15 @@ impl SupervisorHandle {
     }
 
     /// Returns the status, described for the newest plan, even if the supervisor does not use this plan yet.
-    pub(crate) fn status(&self) -> Status {
-        let mut status = self.status.borrow().clone();
+    pub(crate) fn status(&self) -> Arc<Status> {
+        let status = Arc::clone(&self.status.borrow());
+        let missing_links = self.admission.missing();
+        if *status.plan == self.plan && status.missing_links == missing_links {
+            return status;
+        }
+        let mut status = Status { missing_links, ..Status::clone(&status) };
         status.take(&self.plan, self.since);
-        status.missing_links = self.admission.missing();
-        status
+        Arc::new(status)
     }
 
     /// Returns the front end for the control daemon that listens in the order's directories. While no control daemon of the

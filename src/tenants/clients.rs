@@ -1,6 +1,7 @@
 //! Lists the processes that use the GPUs at this moment: clients, and programs without MPS.
 
 use std::collections::{BTreeMap, BTreeSet};
+use std::sync::Arc;
 use std::time::Duration;
 
 use mps_core::register::KnownClient;
@@ -24,7 +25,7 @@ type ProcessesByGpu = BTreeMap<String, Vec<GpuProcess>>;
 /// Lists the clients of the control daemons with these statuses, and the bypasses on their GPUs. No control daemon is asked,
 /// since the register has all clients. NVML may list a client before the service has read the client's line in the log. The
 /// result has this client too. If the service can't examine a process in time, its last known slice is listed.
-pub(crate) async fn list(statuses: &[Status], tools: &Tools) -> Vec<ClientView> {
+pub(crate) async fn list(statuses: &[Arc<Status>], tools: &Tools) -> Vec<ClientView> {
     let (mut processes, mut bypasses) = find_processes(statuses, tools).await;
     let is_told = |bypass: &Bypass| told(statuses).any(|known| known.is(bypass));
     if !bypasses.iter().all(is_told) {
@@ -73,11 +74,11 @@ pub(crate) async fn list(statuses: &[Status], tools: &Tools) -> Vec<ClientView> 
     views
 }
 
-fn told(statuses: &[Status]) -> impl Iterator<Item = &Bypass> {
+fn told(statuses: &[Arc<Status>]) -> impl Iterator<Item = &Bypass> {
     statuses.iter().flat_map(|status| &status.bypasses)
 }
 
-async fn find_processes(statuses: &[Status], tools: &Tools) -> (ProcessesByGpu, Vec<Bypass>) {
+async fn find_processes(statuses: &[Arc<Status>], tools: &Tools) -> (ProcessesByGpu, Vec<Bypass>) {
     let (mut searched, mut gpus) = (BTreeSet::new(), BTreeSet::new());
     let mut daemons = BTreeSet::new();
     {

@@ -1,6 +1,7 @@
 //! The clients of the control daemons: their slices, and the clients that would end with a control daemon.
 
 use std::collections::BTreeSet;
+use std::sync::Arc;
 use std::time::Duration;
 
 use mps_core::Goal;
@@ -24,7 +25,7 @@ const PATIENCE: Duration = Duration::from_secs(3);
 
 impl Fleet {
     /// The statuses of all control daemons, even of control daemons that are about to end.
-    pub(crate) fn statuses(&self) -> Vec<Status> {
+    pub(crate) fn statuses(&self) -> Vec<Arc<Status>> {
         self.ask_all(SupervisorHandle::status)
     }
 
@@ -79,9 +80,7 @@ impl Fleet {
                 let control = self.tools.front_ends.control_in(running.control_directory());
                 asked.spawn(ask_for_clients(id.clone(), running.process.pid, control, clients.clone()));
             }
-            pids.extend(
-                status.into_iter().flat_map(|status| status.shown.waiting).map(|process| process.pid),
-            );
+            pids.extend(status.iter().flat_map(|status| &status.shown.waiting).map(|process| process.pid));
             gpus.extend(running.gpus);
         }
         asked.join_all().await;
@@ -106,7 +105,7 @@ impl Fleet {
         move || conductor.with_clients()
     }
 
-    fn status(&self, id: &DaemonId) -> Option<Status> {
+    fn status(&self, id: &DaemonId) -> Option<Arc<Status>> {
         self.conductor.lock().supervisors.get(id).map(SupervisorHandle::status)
     }
 }

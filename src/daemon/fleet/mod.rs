@@ -106,7 +106,7 @@ impl Fleet {
 
     pub(super) fn at_this_moment(&self) -> Moment {
         let Conducted { core, supervisors, .. } = &*self.conductor.lock();
-        let all: BTreeMap<&DaemonId, Status> =
+        let all: BTreeMap<&DaemonId, Arc<Status>> =
             supervisors.iter().map(|(id, supervisor)| (id, supervisor.status())).collect();
         let view = |id: &DaemonId| all.get(id).map(|status| &status.shown);
         let settled = core.is_settled(view);
@@ -180,9 +180,9 @@ impl Fleet {
     /// at once, which ends the clients. A separate task gives the answer, since control daemons need some time to end.
     pub(super) fn apply(&mut self, force: bool, reply: Reply<()>) {
         let asked = self.ask_all(|supervisor| {
-            let view = supervisor.status().view;
+            let status = supervisor.status();
             // A supervisor without a running control daemon has no clients, so no change waits for clients.
-            view.pid.map(|_| (view.id, supervisor.apply(force)))
+            status.view.pid.map(|_| (status.view.id.clone(), supervisor.apply(force)))
         });
         let changed = Arc::clone(&self.tools.changed);
         let answered = async move {
