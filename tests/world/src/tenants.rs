@@ -103,7 +103,7 @@ impl Tenant {
 
 impl SimClient {
     /// True if a request to end GPU work means this client. The function uses no code of the core, since it checks the core.
-    /// `named` is the number of the process that had the named PID at the beginning of the request.
+    /// `named` is the `SimProcess::process` of the client that had the request's PID when the request began.
     pub(crate) fn is_meant(
         &self,
         pid: u32,
