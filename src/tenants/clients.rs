@@ -141,8 +141,8 @@ fn clients_on(
             clients.insert((process, uuid.clone()));
         }
     }
-    // A control daemon knows a client before the driver does, and before Volta the driver lists no clients. So further clients
-    // of the register are added.
+    // A control daemon knows a client before the driver does, and before Volta the driver lists no clients. So the clients
+    // that only the register has are added to those of the driver.
     let driver_knows: BTreeSet<ProcessId> = clients.iter().map(|(process, _)| *process).collect();
     for (id, process, named) in tools.clients.served() {
         if driver_knows.contains(&process) || !identity::runs(process) {

@@ -533,7 +533,7 @@ fn bad_configuration(machine: &mut Machine) {
     assert_eq!(
         machine.complained(&["yunion-mpsctl", "list"]),
         "yunion-mpsctl: yunion-mps-daemon is not running: the service ended because the configuration is \
-         wrong; yunion-mpsctl check, then systemctl start yunion-mps-daemon\n"
+         wrong; run yunion-mpsctl check, then run systemctl start yunion-mps-daemon\n"
     );
     let entries = ours(machine, &cursor);
     let reasons: Vec<&str> = entries.iter().filter(|entry| entry["PRIORITY"] == "3").map(message).collect();

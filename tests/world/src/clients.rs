@@ -63,7 +63,7 @@ impl Mps {
         Some(pid)
     }
 
-    /// True if an event has happened to this control daemon that the service can't know yet.
+    /// True if something has happened to this control daemon that the service can't know yet.
     pub(crate) fn has_news(&self) -> bool {
         let is_stopped = |server: &SimServer| server.is_stopped || server.is_ending;
         self.is_hung()

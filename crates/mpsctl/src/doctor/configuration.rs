@@ -51,7 +51,7 @@ fn configuration(facts: &Facts) -> Outcome {
     let warned = |problem| of_problem(Severity::Warning, "configuration-warning", problem);
     findings.extend(facts.checked.warnings().iter().map(warned));
     if let Some(loaded) = facts.loaded().ok().filter(|loaded| !loaded.settings.enabled) {
-        let switch_on = "write enable_cuda_mps: true, then systemctl reload yunion-mps-daemon";
+        let switch_on = "write enable_cuda_mps: true, then run systemctl reload yunion-mps-daemon";
         let why = loaded.settings.why_not_enabled().or_remedy(switch_on).prefixed("no GPU is to be served");
         findings.push(finding(Severity::Info, "mps-disabled", loaded.files(), why));
     }
@@ -118,7 +118,7 @@ fn loaded(facts: &Facts) -> Outcome {
             "configuration-not-loaded",
             loaded.files(),
             format!("differs from the configuration in force: {changes}", changes = changes.join(" | ")),
-            "look at the changes with yunion-mpsctl check, then systemctl reload yunion-mps-daemon",
+            "look at the changes with yunion-mpsctl check, then run systemctl reload yunion-mps-daemon",
         ));
     }
     Ok(findings)

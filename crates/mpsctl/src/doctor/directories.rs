@@ -227,7 +227,9 @@ fn socket(directory: &Path, pid: u32) -> Option<Finding> {
                 "another control daemon (PID {other}) listens on this socket instead of the service's \
                  control daemon (PID {pid})"
             ),
-            format!("end the other control daemon and its clients: kill {other}, then yunion-mpsctl apply"),
+            format!(
+                "end the other control daemon and its clients: kill {other}, then run yunion-mpsctl apply"
+            ),
         )),
         Some(_) => None,
         None => Some(error(
@@ -295,7 +297,7 @@ fn runtime_directory(facts: &Facts) -> Outcome {
             "the directory does not exist, although the service runs: after a restart the service would not \
              find its control daemons",
             format!(
-                "mkdir -m 755 {directory}, then systemctl reload yunion-mps-daemon",
+                "mkdir -m 755 {directory}, then run systemctl reload yunion-mps-daemon",
                 directory = directory.display()
             ),
         ));

@@ -124,7 +124,7 @@ fn nodes(facts: &Facts) -> Outcome {
                 .push((PathBuf::from(format!("/dev/nvidia{minor}")), format!("nvidia-modprobe -c {minor}")));
         }
         if let Some(node) = &gpu.pci.render_node {
-            wanted.push((node.clone(), "modprobe nvidia-drm, then udevadm trigger".to_owned()));
+            wanted.push((node.clone(), "modprobe nvidia-drm, then run udevadm trigger".to_owned()));
         }
     }
     each(wanted, |(node, remedy)| {

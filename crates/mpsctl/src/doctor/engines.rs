@@ -27,7 +27,7 @@ const ENGINES: [Engine; 3] = [
         traces: &["/usr/bin/dockerd", "/usr/sbin/dockerd", "/usr/local/bin/dockerd"],
         files: &["/etc/docker/daemon.json"],
         lines: "add a runtime with the path /usr/bin/yunion-mps-runc, make this runtime the default, then \
-                systemctl reload docker",
+                run systemctl reload docker",
     },
     Engine {
         name: "podman",
@@ -41,7 +41,7 @@ const ENGINES: [Engine; 3] = [
         traces: &["/etc/containerd/config.toml"],
         files: &["/etc/containerd/config.toml"],
         lines: "write BinaryName = /usr/bin/yunion-mps-runc in the options of the CRI plugin's runtime \
-                runc, then systemctl restart containerd",
+                runc, then run systemctl restart containerd",
     },
 ];
 

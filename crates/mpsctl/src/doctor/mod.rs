@@ -117,7 +117,7 @@ fn info(name: Name, subject: impl ToString, found: impl Into<String>, remedy: im
 
 fn edit_unit(setting: &str) -> String {
     format!(
-        "write [Service] and {setting} with systemctl edit yunion-mps-daemon, then systemctl restart \
+        "write [Service] and {setting} with systemctl edit yunion-mps-daemon, then run systemctl restart \
          yunion-mps-daemon"
     )
 }

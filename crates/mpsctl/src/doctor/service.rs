@@ -52,7 +52,7 @@ fn bus(facts: &Facts) -> Outcome {
             "service-silent",
             UNIT,
             "the service runs, but does not answer",
-            "journalctl -u yunion-mps-daemon, then systemctl restart yunion-mps-daemon: running jobs carry on",
+            "read journalctl -u yunion-mps-daemon, then run systemctl restart yunion-mps-daemon: running jobs carry on",
         ),
         Err(reason @ (BusError::Refused(_) | BusError::Other { .. })) => error(
             "service-refuses",
@@ -76,7 +76,7 @@ fn bus(facts: &Facts) -> Outcome {
             "bus-policy-missing",
             POLICIES[0],
             "the file does not exist, so the bus lets no process own the name io.yunion.Mps1",
-            "install the package again, then systemctl reload dbus",
+            "install the package again, then run systemctl reload dbus",
         )
     });
     Ok([finding].into_iter().chain(policy).collect())
@@ -105,7 +105,7 @@ fn judge_state(unit: &UnitProperties) -> Vec<Finding> {
     let mut findings = Vec::new();
     match word(unit, "LoadState") {
         "not-found" => {
-            let remedy = "install the package again, then systemctl daemon-reload";
+            let remedy = "install the package again, then run systemctl daemon-reload";
             return vec![error("unit-not-installed", UNIT, "systemd knows no such unit", remedy)];
         }
         "masked" => {
@@ -132,16 +132,16 @@ fn judge_state(unit: &UnitProperties) -> Vec<Finding> {
         let (found, remedy) = match (word(unit, "Result"), status) {
             ("exit-code", 78) => (
                 "the service ended because the configuration is wrong".to_owned(),
-                "yunion-mpsctl check, then systemctl start yunion-mps-daemon",
+                "run yunion-mpsctl check, then run systemctl start yunion-mps-daemon",
             ),
             ("start-limit-hit", _) => (
                 "the service ended too often in a short time, so systemd no longer starts it".to_owned(),
-                "journalctl -u yunion-mps-daemon, then systemctl reset-failed yunion-mps-daemon and \
+                "read journalctl -u yunion-mps-daemon, then run systemctl reset-failed yunion-mps-daemon and \
                  systemctl start yunion-mps-daemon",
             ),
             (result, status) => (
                 format!("the service failed: {result}, exit status {status}"),
-                "journalctl -u yunion-mps-daemon, then systemctl start yunion-mps-daemon",
+                "read journalctl -u yunion-mps-daemon, then run systemctl start yunion-mps-daemon",
             ),
         };
         findings.push(error("unit-failed", UNIT, found, remedy));

@@ -172,7 +172,8 @@ fn kernel_limits(facts: &Facts) -> Outcome {
                  ({bound_to}): {reason}; only the service watches the memory of this slice",
                 bound_to = device.bound_to
             ),
-            "remove the cause, then yunion-mpsctl reload; or write cuda_mps_memory_limit: watch in host.conf",
+            "remove the cause, then run yunion-mpsctl reload; or write cuda_mps_memory_limit: watch in \
+             host.conf, so that only the service watches the memory of slices",
         ))
     })
 }
