@@ -23,7 +23,8 @@ pub(crate) struct Status {
     /// The plan that the status describes. The fleet may have a newer plan.
     pub plan: Arc<ControlDaemonPlan>,
     pub shown: DaemonView,
-    /// The facts that are published. [`Status::change`] copies some of them from `shown`.
+    /// The facts that are published. The state, the reason, the servers and the multi-user mode are copies from `shown`, which
+    /// [`Status::change`] makes.
     pub view: ControlDaemonView,
     /// The compute mode that NVML last gave for each GPU, by the GPU's UUID.
     pub compute_modes: BTreeMap<String, ComputeMode>,

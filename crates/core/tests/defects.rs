@@ -557,6 +557,13 @@ const DEFECTS: &[Defect] = &[
         "drained-takes-none",
     ),
     (
+        "the search for old links counts as done before the socket is known",
+        "links/mod.rs",
+        "!is_there || self.socket.is_none();",
+        "!is_there || (self.socket.is_none() && !PUT_BACK);",
+        "",
+    ),
+    (
         "a control daemon that is in the way of a start is ended with its clients",
         "serve/start.rs",
         "Permit::unused(clients.as_ref().ok().copied())",

@@ -351,7 +351,11 @@ fn other_directories_are_searched_until_no_link_can_be_left_there() {
     let mut disk = Disk { stuck: texts(["s-8"]), ..Disk::new() };
     leading(&mut disk);
     disk.others_lead("s-8", OURS);
+    let socket = core::mem::replace(&mut disk.socket, Err("its directory is a file".to_owned()));
     let mut links = Links::new(Some(wanted()), Some(linked()));
+    links.apply(&mut disk, &nobody()).unwrap_err();
+    assert!(links.stuck().is_empty(), "the socket is not known yet");
+    disk.socket = socket;
     links.apply(&mut disk, &nobody()).unwrap();
     assert_eq!(links.stuck(), &texts(["s-8 can't be changed"]));
     disk.stuck.clear();

@@ -70,20 +70,22 @@ fn linked(gpus: &[String]) -> Linked<u8> {
 
 struct SimDirectories<'w> {
     ways: MutexGuard<'w, BTreeMap<String, u32>>,
-    /// The socket in the control daemon's directory: the PID of the control daemon, or [`WAITING`]. `None` if the directory has
-    /// no socket.
+    /// The PID of the control daemon, as its socket in its directory. `None` if the directory has no socket.
     socket: Option<u32>,
+    /// The socket that was found last: `socket`, or [`WAITING`].
+    found: Option<u32>,
     /// The slice with a link that can't be changed during this pass over the links.
     stuck: Option<String>,
 }
 
 impl Directories<u8> for SimDirectories<'_> {
     fn find_socket(&mut self) -> Result<Option<SocketId>, Bad> {
+        self.found = self.socket;
         Ok(self.socket.map(|pid| (u64::from(pid), 0)))
     }
 
     fn find_waiting_socket(&mut self) -> Result<SocketId, Bad> {
-        self.socket = Some(WAITING);
+        self.found = Some(WAITING);
         Ok((u64::from(WAITING), 0))
     }
 
@@ -110,7 +112,7 @@ impl Directories<u8> for SimDirectories<'_> {
         if self.ways.get(name) == Some(&OBSTACLE) {
             return Err(format!("{name} holds something that is no link"));
         }
-        let socket = self.socket.expect("nothing is led to nobody");
+        let socket = self.found.expect("nothing is led to nobody");
         Ok(self.ways.insert(name.to_owned(), socket) != Some(socket))
     }
 
@@ -167,7 +169,7 @@ impl SimAdmission {
             }
         }
         let drained = self.drained.lock().unwrap();
-        self.links.lock().unwrap().apply(&mut SimDirectories { ways, socket, stuck }, &*drained)
+        self.links.lock().unwrap().apply(&mut SimDirectories { ways, socket, found: None, stuck }, &*drained)
     }
 
     fn is_stuck(&self) -> bool {
@@ -206,7 +208,7 @@ impl SimAdmission {
     pub(crate) fn end(&self) {
         {
             let ways = self.ways.lock().unwrap();
-            let mut directories = SimDirectories { ways, socket: None, stuck: None };
+            let mut directories = SimDirectories { ways, socket: None, found: None, stuck: None };
             self.links.lock().unwrap().end(&mut directories);
         }
         let _ = self.apply(None);

@@ -367,7 +367,8 @@ impl<D: Clone + PartialEq> Links<D> {
         let found = directories.open_slices(slices_in, is_found && self.makes_all());
         let is_there = matches!(found, Ok(true));
         let names = self.names(is_there, directories);
-        self.searches &= !is_there;
+        // Without the identity of the control daemon's socket, a link to the control daemon can't be recognized.
+        self.searches &= !is_there || self.socket.is_none();
         for name in names {
             let target = target(&name, self.wanted.as_ref(), &running.gpus, closed);
             let led = match (target, &found) {

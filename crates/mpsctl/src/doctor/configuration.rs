@@ -16,7 +16,7 @@ use common::problem::LocatedProblem;
 pub(super) const CHECKS: &[Check] = &[
     ("the configuration", configuration),
     ("keys that are set twice", overridden),
-    ("settings that the host agent can't read", agent),
+    ("settings with which the platform's host agent fails", agent),
     ("the configuration in force", loaded),
     ("how programs find a slice", programs),
 ];
