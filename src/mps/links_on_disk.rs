@@ -175,7 +175,7 @@ impl SliceDirectories {
         // other slices is needed only while the parent has the flag. When many control daemons release their links, only the
         // first of them searches.
         let kept = immutable::is_set(&self.directory).unwrap_or_default();
-        let others = kept.then(|| self.others(names).unwrap_or_default());
+        let others = kept.then(|| self.others(names).unwrap_or_default().0);
         for name in names.iter().chain(others.iter().flatten()) {
             let _ = self.open(name).and_then(|directory| immutable::set(directory, false));
         }
@@ -187,18 +187,28 @@ impl SliceDirectories {
         rustix::fs::openat(&self.directory, name, flags, Mode::empty())
     }
 
-    /// The directories with the name of a slice, except those in `names`. If other users have made many files, the result may
-    /// lack some directories.
-    pub(crate) fn others(&self, names: &BTreeSet<String>) -> Result<Vec<String>, BadDirectory> {
+    /// The directories with the name of a slice, except those in `names`. False if some directories may be missing, since other
+    /// users have made many files, or since the directory can't be read to its end.
+    pub(crate) fn others(&self, names: &BTreeSet<String>) -> Result<(BTreeSet<String>, bool), BadDirectory> {
         let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC;
         let entries = rustix::fs::openat(&self.directory, ".", flags, Mode::empty()).and_then(Dir::new);
         let entries = entries.map_err(|error| bad(&self.path, &error.into()))?;
-        let names_there = entries.map_while(Result::ok).filter_map(|entry| {
-            let name = entry.file_name().to_str().ok()?;
-            (!name.starts_with('.') && !names.contains(name)).then(|| name.to_owned())
-        });
-        let looked_at = names_there.take(OTHERS);
-        Ok(looked_at.filter(|name| SliceId::with_directory_name(name).is_some()).collect())
+        let (mut others, mut looked_at) = (BTreeSet::new(), 0);
+        for entry in entries {
+            let Ok(entry) = entry else { return Ok((others, false)) };
+            let Ok(name) = entry.file_name().to_str() else { continue };
+            if name.starts_with('.') || names.contains(name) {
+                continue;
+            }
+            if looked_at == OTHERS {
+                return Ok((others, false));
+            }
+            looked_at += 1;
+            if SliceId::with_directory_name(name).is_some() {
+                others.insert(name.to_owned());
+            }
+        }
+        Ok((others, true))
     }
 }
 
@@ -334,7 +344,7 @@ mod tests {
                 }
             }
             let names = names.iter().map(|name| (*name).to_owned()).collect();
-            for name in slices.others(&names).unwrap() {
+            for name in slices.others(&names).unwrap().0 {
                 slices.close(&name, Some(socket.id)).unwrap();
             }
             (made, moved)
@@ -455,7 +465,8 @@ mod tests {
             fs::write(slices.join(format!("{:04x}_01_00.0-0", number + 1)), "").unwrap();
         }
         let directories = SliceDirectories::existing(&slices).unwrap().unwrap();
-        assert_eq!(directories.others(&BTreeSet::new()).unwrap().len(), OTHERS);
+        let (others, is_complete) = directories.others(&BTreeSet::new()).unwrap();
+        assert_eq!((others.len(), is_complete), (OTHERS, false));
     }
 
     /// A release removes the immutable flag from all slices' directories. It checks the directories of other slices only if the

@@ -154,6 +154,15 @@ impl SharedAdmission {
         links.release_for_good(directories);
     }
 
+    /// Makes and removes links after slices were closed or opened. Returns the links that can't be removed, in words.
+    pub(super) fn apply_to_all(&self) -> BTreeSet<String> {
+        self.lock().links.search();
+        if let Err(bad) = self.apply() {
+            tracing::debug!("{bad}");
+        }
+        self.lock().links.stuck().clone()
+    }
+
     pub(super) fn missing(&self) -> BTreeMap<Way, String> {
         self.lock().links.missing().clone()
     }
@@ -173,10 +182,6 @@ impl SharedAdmission {
 
     pub(super) fn slice_directories(&self) -> Option<PathBuf> {
         self.lock().links.slices_in()
-    }
-
-    pub(super) fn stuck(&self) -> BTreeSet<String> {
-        self.lock().links.stuck().clone()
     }
 
     fn lock(&self) -> MutexGuard<'_, Admission> {
@@ -270,14 +275,14 @@ impl Directories<PathBuf> for FileDirectories {
         Ok(self.slices.is_some())
     }
 
-    fn other_slices(&self, names: &BTreeSet<String>) -> BTreeSet<String> {
+    fn other_slices(&self, names: &BTreeSet<String>) -> (BTreeSet<String>, bool) {
         match self.slices.as_ref().map(|slices| slices.others(names)) {
-            Some(Ok(others)) => others.into_iter().collect(),
+            Some(Ok(others)) => others,
             Some(Err(bad)) => {
                 tracing::debug!("{bad}");
-                BTreeSet::new()
+                (BTreeSet::new(), false)
             }
-            None => BTreeSet::new(),
+            None => (BTreeSet::new(), false),
         }
     }
 

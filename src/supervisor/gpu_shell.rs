@@ -89,7 +89,7 @@ impl GpuShell for Worker {
         if !gone.is_empty() {
             let who = bypass::describe(gone);
             self.reporter.event(format!(
-                "the use of GPU {name} without an MPS server of this service has ended: {who}"
+                "these programs no longer use GPU {name} without an MPS server of this service: {who}"
             ));
         }
         // A change of a bypass's memory alone is not published. Otherwise each health check would publish a new status.

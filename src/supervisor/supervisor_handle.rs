@@ -132,8 +132,8 @@ impl SupervisorHandle {
         there.find(|control| control.daemon_pid().is_some()).map(Arc::new)
     }
 
-    /// Asks the supervisor for a change that waits for the end of clients. With `force` the change is made at once, otherwise
-    /// only if there is no client. The error names the clients that prevent the change.
+    /// Asks the supervisor to make the pending change, which waits for the end of clients. With `force` the change is made at
+    /// once, otherwise only if there is no client. The error has the number of clients that prevent the change.
     pub(crate) fn apply(&self, force: bool) -> oneshot::Receiver<Result<(), Problem>> {
         self.ask(Requested::Apply { force })
     }
@@ -145,10 +145,7 @@ impl SupervisorHandle {
     /// Makes and removes links, even while an act runs, so that no drained slice has a link. Returns the links that can't be
     /// removed, in words.
     pub(crate) fn link(&self) -> BTreeSet<String> {
-        if let Err(bad) = self.admission.apply() {
-            tracing::debug!("{bad}");
-        }
-        self.admission.stuck()
+        self.admission.apply_to_all()
     }
 
     pub(crate) fn check(&self) {

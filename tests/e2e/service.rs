@@ -65,8 +65,8 @@ pub(crate) fn simulated() -> Stage {
     stage
 }
 
-/// Writes a drop-in that makes the service use the simulated host. A container's /sys can't be written, so the files of the
-/// simulated host are in another directory.
+/// Writes a drop-in that makes the service use the simulated host. The machine is a container, in which /sys can't be written.
+/// So all files of the simulated host are below `HOST`.
 pub(crate) fn on_the_simulated_host(machine: &Machine) {
     machine.write(
         &format!("/etc/systemd/system/{SERVICE}.d/simulated.conf"),

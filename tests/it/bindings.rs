@@ -285,7 +285,7 @@ fn a_binding_ends_with_its_control_group() {
 }
 
 /// A container runtime may remove the control group of an ended container late. The next container must get the slice even
-/// before this removal. A control group that has had no process yet still has its slice.
+/// before this removal. A new control group keeps its slice, even if no process has run in the control group yet.
 #[test]
 fn an_empty_control_group_that_had_its_program_gives_its_slice_away() {
     let test = "an_empty_control_group_that_had_its_program_gives_its_slice_away";

@@ -369,9 +369,10 @@ impl Normal {
     fn value(&self, key: &str, value: &mut Value) {
         match value {
             Value::Object(fields) => fields.iter_mut().for_each(|(key, value)| self.value(key, value)),
-            // The events about a lost GPU and about the budget of a slice depend on timing, so they are removed. The service may
-            // notice a lost GPU at several places. A slice is over its budget if the service happens to count the memory of the
-            // slice's clients while one of the clients is `probe`, which uses the memory of a whole slice.
+            // The events about a lost GPU and about the budget of a slice depend on timing, so they are removed. A lost GPU is
+            // reported by the next check of its control daemon, which may come before or after the recorded command. A slice is
+            // over its budget if the service happens to count the memory of the slice's clients while one of the clients is
+            // `probe`, which uses the memory of a whole slice.
             Value::Array(events) if key == "events" => {
                 let by_chance =
                     |text: &str| ["GPU is lost", " its budget"].iter().any(|words| text.contains(words));

@@ -168,7 +168,7 @@ fn every_value(board: &str) {
         let golden: Value = serde_json::from_str(&fs::read_to_string(golden).unwrap()).unwrap();
         assert_eq!(lasting(&seen[rows]), lasting(&golden), "{board}: {rows}");
     }
-    // A GPU that NVML can't read has fewer keys in the list.
+    // If NVML can't read a GPU, the rows of the GPU's slices have fewer keys.
     let keys = |seen: &Value| seen["slices"][0].as_object().unwrap().len();
     host.plant("gpus/0/lost", "");
     assert!(host.call("Control.Reload").status.success());

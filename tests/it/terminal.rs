@@ -93,7 +93,8 @@ async fn colours_are_for_terminals_that_want_them() {
         assert!(!piped.contains('\u{1b}') && !piped.contains("no room"), "{piped:?}");
         // In a pipe, the reason for the unserved GPU is on one line, and appears once for the whole GPU.
         assert_eq!(piped.matches("nothing but a reset of the GPU").count(), 1, "{piped}");
-        // `COLUMNS` counts for a pipe too. So `watch` can show whole lines.
+        // `COLUMNS` counts for a pipe too. The program watch(1) runs its command with a pipe as stdout, and sets `COLUMNS` to
+        // the width of the terminal.
         let mut narrow = service.bus.command(mpsctl());
         narrow.args(arguments.split(' ')).env("COLUMNS", "60");
         let narrow = printed(&mut narrow).await;

@@ -27,6 +27,8 @@ struct Disk {
     /// True if the parent directory of the slices' directories exists.
     is_there: bool,
     opened: Option<Path>,
+    /// True if the names of other slices' directories can't be listed.
+    is_hidden: bool,
     /// The names of the directories with links that can't be changed.
     stuck: BTreeSet<String>,
     /// The number of links that another user will remove right after the service has made them.
@@ -47,6 +49,7 @@ impl Disk {
             bad: None,
             is_there: false,
             opened: None,
+            is_hidden: false,
             stuck: BTreeSet::new(),
             removals: 0,
             attempts: 0,
@@ -104,9 +107,10 @@ impl Directories<Path> for Disk {
         Ok(self.is_there)
     }
 
-    fn other_slices(&self, names: &BTreeSet<String>) -> BTreeSet<String> {
+    fn other_slices(&self, names: &BTreeSet<String>) -> (BTreeSet<String>, bool) {
         let here = self.slices.keys().filter(|(path, _)| Some(*path) == self.opened);
-        here.map(|(_, name)| name.clone()).filter(|name| !names.contains(name)).collect()
+        let others = here.map(|(_, name)| name.clone()).filter(|name| !names.contains(name));
+        if self.is_hidden { (BTreeSet::new(), false) } else { (others.collect(), true) }
     }
 
     fn lead_slice(&mut self, name: &str) -> Result<bool, Bad> {
@@ -355,7 +359,13 @@ fn other_directories_are_searched_until_no_link_can_be_left_there() {
     let mut links = Links::new(Some(wanted()), Some(linked()));
     links.apply(&mut disk, &nobody()).unwrap_err();
     assert!(links.stuck().is_empty(), "the socket is not known yet");
-    disk.socket = socket;
+    (disk.socket, disk.is_hidden) = (socket, true);
+    links.apply(&mut disk, &nobody()).unwrap();
+    assert_eq!(
+        links.stuck(),
+        &texts(["slices can't be searched for links of slices that are not configured"])
+    );
+    disk.is_hidden = false;
     links.apply(&mut disk, &nobody()).unwrap();
     assert_eq!(links.stuck(), &texts(["s-8 can't be changed"]));
     disk.stuck.clear();
@@ -365,6 +375,10 @@ fn other_directories_are_searched_until_no_link_can_be_left_there() {
     disk.others_lead("s-8", OURS);
     links.apply(&mut disk, &nobody()).unwrap();
     assert_eq!(disk.leading_to_ours(), ["pipe", "s-0", "s-1", "s-8"]);
+    links.search();
+    links.apply(&mut disk, &nobody()).unwrap();
+    assert_eq!(disk.leading_to_ours(), ["pipe", "s-0", "s-1"]);
+    disk.others_lead("s-8", OURS);
     links.pursue(WantedLinks { retiring: true, ..wanted() });
     links.apply(&mut disk, &nobody()).unwrap();
     assert_eq!(disk.leading_to_ours(), [""; 0]);

@@ -128,7 +128,7 @@ enum Command {
         /// Wait at most this time until the service is ready; the service may also be started during the wait
         #[arg(long, value_name = "SECONDS")]
         wait: Option<u32>,
-        /// Print no state, and report the result only by the exit status
+        /// Print no state, and report the result by the exit status
         #[arg(long, short)]
         quiet: bool,
     },
@@ -210,8 +210,8 @@ enum Command {
         A command that root starts is bound to its slices, as by `yunion-mpsctl bind`: no other container or \
         command gets these slices while the command runs, unless --share is given. In a login session the \
         command moves to a systemd scope, yunion-mps-run-PID.scope. In a unit without other processes the \
-        command stays in the unit. In a unit with other processes, and without systemd, the command is not \
-        bound.\n\n\
+        command stays in the unit. The command is not bound if its unit has other processes, or if the host \
+        has no systemd.\n\n\
         Examples:\n  \
         yunion-mpsctl run 00:06.0-1 -- python3 train.py\n  \
         yunion-mpsctl run --free -- python3 train.py\n  \
@@ -271,9 +271,9 @@ enum Command {
         without a request to the service. This container can start new clients until every slice of its \
         control daemon is drained. With drivers before 580 the container can start new clients even \
         then.\n\n\
-        --wait waits for every client of a drained slice. --wait also waits for every client on the same GPU \
-        whose slice is not known, since this client may use the drained slice. Ctrl-C ends the wait, but the \
-        slices stay drained.\n\n\
+        --wait waits for every client of a drained slice. --wait also waits for every client whose slice is \
+        not known and that is on the same GPU, or on no GPU yet, since this client may use the drained \
+        slice. Ctrl-C ends the wait, but the slices stay drained.\n\n\
         Exit status: 0 with --wait only if no client is left.\n\n\
         Examples:\n  \
         yunion-mpsctl drain 00:06.0-1\n  \
@@ -323,12 +323,12 @@ enum Command {
         after_help = "setup changes no existing file: if the host has a configuration that does not enable \
         MPS, setup prints the lines that belong in each file. On a host of Cloudpods setup writes host.conf \
         and a device file with one entry for each GPU, since Cloudpods reads its GPUs from the device file. \
-        On any other host setup writes only host.conf, if all GPUs get the same number of slices. A GPU that \
-        is added later then gets this number of slices too.\n\n\
-        On a host of Cloudpods, and where NVIDIA's container toolkit is installed, a program that was not \
-        started with a slice gets CUDA error 46. On any other host, and without --isolate-slices, setup lets \
-        every CUDA program use a slice automatically: the program is a client with the memory and the \
-        threads of one slice.\n\n\
+        On any other host setup usually writes only host.conf, if all GPUs get the same number of slices. A \
+        GPU that is added later then gets this number of slices too.\n\n\
+        On a host of Cloudpods, and by default where NVIDIA's container toolkit is installed, a program that \
+        was not started with a slice gets CUDA error 46. On any other host, and without --isolate-slices, \
+        setup lets every CUDA program use a slice automatically: the program is a client with the memory and \
+        the threads of one slice.\n\n\
         At the end setup checks the configuration, as yunion-mps-daemon --check does.\n\n\
         Exit status: 0 the configuration enables MPS, and is right; 1 it is wrong, or could not be written; \
         4 nothing was written, since existing files have to change.\n\n\

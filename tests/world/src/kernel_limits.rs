@@ -35,8 +35,8 @@ pub(crate) struct SimKernel {
     refuses: BTreeSet<String>,
 }
 
-/// The service's limits in the kernel, and the limits that it wants. `limits` is `None` until the service has set its first
-/// goals.
+/// The service's limits in the kernel, and the limits that it wants. `limits` is `None` until the service computes for the
+/// first time which limits it wants.
 #[derive(Debug, Default)]
 pub(crate) struct SimKernelLimits {
     limits: Option<KernelLimits>,

@@ -148,7 +148,7 @@ struct Task {
 
 struct Service {
     core: Core<u32>,
-    /// The driver that the service has opened, by the number of its load. `None` if no driver is in force.
+    /// The driver that the service has opened, by the number of its load. `None` while the service has no driver.
     driver: Option<u32>,
     /// True once the service has a plan: NVML has listed the GPUs, or MPS is disabled.
     has_plan: bool,

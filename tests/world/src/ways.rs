@@ -74,6 +74,8 @@ struct SimDirectories<'w> {
     socket: Option<u32>,
     /// The socket that was found last: `socket`, or [`WAITING`].
     found: Option<u32>,
+    /// True if the names of other slices can't be listed.
+    is_hidden: bool,
     /// The slice with a link that can't be changed during this pass over the links.
     stuck: Option<String>,
 }
@@ -101,8 +103,11 @@ impl Directories<u8> for SimDirectories<'_> {
         Ok(true)
     }
 
-    fn other_slices(&self, names: &BTreeSet<String>) -> BTreeSet<String> {
-        self.ways.keys().filter(|name| !names.contains(*name)).cloned().collect()
+    fn other_slices(&self, names: &BTreeSet<String>) -> (BTreeSet<String>, bool) {
+        if self.is_hidden {
+            return (BTreeSet::new(), false);
+        }
+        (self.ways.keys().filter(|name| !names.contains(*name)).cloned().collect(), true)
     }
 
     fn lead_slice(&mut self, name: &str) -> Result<bool, Bad> {
@@ -157,10 +162,11 @@ impl SimAdmission {
     /// Makes and removes links as the service wants them now. `mps` is `None` if the control daemon does not run.
     pub(crate) fn apply(&self, mps: Option<&mut Mps>) -> Result<(), Bad> {
         let mut ways = self.ways.lock().unwrap();
-        let (mut socket, mut stuck) = (None, None);
+        let (mut socket, mut stuck, mut is_hidden) = (None, None, false);
         if let Some(mps) = mps {
             socket = (mps.is_alive && !mps.has_no_directory).then_some(mps.pid);
             let names: Vec<String> = slices(&self.id, &mps.gpus).map(|(name, _)| name).collect();
+            is_hidden = mps.goes_wrong(20);
             stuck = if mps.goes_wrong(12) { mps.dice.pick(&names).cloned() } else { None };
             if mps.goes_wrong(20)
                 && let Some(name) = mps.dice.pick(&names)
@@ -169,7 +175,10 @@ impl SimAdmission {
             }
         }
         let drained = self.drained.lock().unwrap();
-        self.links.lock().unwrap().apply(&mut SimDirectories { ways, socket, found: None, stuck }, &*drained)
+        self.links
+            .lock()
+            .unwrap()
+            .apply(&mut SimDirectories { ways, socket, found: None, is_hidden, stuck }, &*drained)
     }
 
     fn is_stuck(&self) -> bool {
@@ -208,7 +217,8 @@ impl SimAdmission {
     pub(crate) fn end(&self) {
         {
             let ways = self.ways.lock().unwrap();
-            let mut directories = SimDirectories { ways, socket: None, found: None, stuck: None };
+            let mut directories =
+                SimDirectories { ways, socket: None, found: None, is_hidden: false, stuck: None };
             self.links.lock().unwrap().end(&mut directories);
         }
         let _ = self.apply(None);
@@ -303,6 +313,7 @@ impl World {
         let mut stuck = false;
         let Some(service) = &self.service else { return };
         for (id, admission) in &service.admissions {
+            admission.links.lock().unwrap().search();
             let _ = self.apply_links(id, admission);
             stuck |= admission.is_stuck();
         }

@@ -43,7 +43,7 @@ pub enum Effect {
     /// The change takes effect at once, for clients that start after the reload.
     Live,
     /// The change takes effect after the clients of the present control daemon have ended. Then the service ends this control
-    /// daemon. If the new plan has a control daemon with the same name, that control daemon starts.
+    /// daemon, and starts the control daemons of the new plan that need its GPUs.
     Waits {
         /// The number of clients of the present control daemon. None (null in JSON) if the number is unknown.
         clients: Option<usize>,

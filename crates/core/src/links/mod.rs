@@ -152,6 +152,12 @@ impl<D: Clone + PartialEq> Links<D> {
         true
     }
 
+    /// Makes the next pass look at the directories of all slices of the host. A slice that no running control daemon is known to
+    /// serve may have been closed.
+    pub fn search(&mut self) {
+        self.searches = true;
+    }
+
     /// Makes the links point to the running control daemon from now on, since it has the limits of the order `told`. If a newer
     /// order than `told` has come already, no new links are made.
     pub fn lead(&mut self, running: Linked<D>, told: &WantedLinks<D>) {
@@ -184,7 +190,8 @@ impl<D: Clone + PartialEq> Links<D> {
         }
     }
 
-    /// Records that new programs need not wait for the next control daemon any more. The existing links do not change.
+    /// Records that the service closes the waiting socket, so that programs no longer wait for the next control daemon. The
+    /// existing links do not change.
     pub fn let_go(&mut self) {
         if self.end == WayEnd::UntilTheNext {
             (self.running, self.end) = (None, WayEnd::ControlDaemon);
@@ -211,6 +218,7 @@ impl<D: Clone + PartialEq> Links<D> {
         if has_places_of_order {
             (self.running, self.lead, self.waiting_socket) =
                 (before.running, before.lead, before.waiting_socket);
+            self.searches = before.searches;
             self.end_at(WayEnd::UntilTheNext);
         }
     }
@@ -366,9 +374,13 @@ impl<D: Clone + PartialEq> Links<D> {
     ) {
         let found = directories.open_slices(slices_in, is_found && self.makes_all());
         let is_there = matches!(found, Ok(true));
-        let names = self.names(is_there, directories);
+        let (names, is_complete) = self.names(is_there, directories);
+        if is_there && self.searches && !is_complete {
+            let path = directories.shown(slices_in, None);
+            self.stuck.insert(path + " can't be searched for links of slices that are not configured");
+        }
         // Without the identity of the control daemon's socket, a link to the control daemon can't be recognized.
-        self.searches &= !is_there || self.socket.is_none();
+        self.searches &= !is_complete || self.socket.is_none();
         for name in names {
             let target = target(&name, self.wanted.as_ref(), &running.gpus, closed);
             let led = match (target, &found) {
@@ -419,17 +431,20 @@ impl<D: Clone + PartialEq> Links<D> {
         [self.socket, self.waiting_socket].into_iter().flatten()
     }
 
-    /// The names of the slices' directories that may have a link to the control daemon.
-    fn names(&self, is_there: bool, directories: &impl Directories<D>) -> BTreeSet<String> {
+    /// The names of the slices' directories that may have a link to the control daemon. True if the directories of all slices
+    /// of the host were found.
+    fn names(&self, is_there: bool, directories: &impl Directories<D>) -> (BTreeSet<String>, bool) {
         let mut names = self.names_of_order();
         names.extend(self.lead.iter().filter_map(|way| match way {
             Way::Slice(name) => Some(name.clone()),
             Way::Pipe => None,
         }));
         if is_there && (self.searches || self.wanted.is_none()) {
-            names.extend(directories.other_slices(&names));
+            let (others, is_complete) = directories.other_slices(&names);
+            names.extend(others);
+            return (names, is_complete);
         }
-        names
+        (names, false)
     }
 
     /// Records `led`, the result of an attempt to make the link in the place `way`. `led` is None if there was no attempt; an

@@ -91,7 +91,7 @@ impl Blocker {
             Self::DirectoryGone(error) => {
                 format!("the directory of the control daemon was removed or replaced ({error})")
             }
-            Self::Hung { looks, error } => format!("{looks} health checks in a row failed: {error}"),
+            Self::Hung { looks, error } => format!("{looks} times in a row: {error}"),
             Self::BadDirectory(text)
             | Self::Silent { error: text, .. }
             | Self::ServerEnded { reason: text, .. }
@@ -424,7 +424,7 @@ mod tests {
                 Waiting,
                 false,
                 true,
-                "5 health checks in a row failed: no answer; the control daemon is restarted",
+                "5 times in a row: no answer; the control daemon is restarted",
             ),
             (vec![taken], Waiting, false, true, "another control daemon (PID 7) listens in"),
             (vec![directory_gone()], Waiting, false, true, "was removed or replaced (gone)"),

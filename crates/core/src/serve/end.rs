@@ -126,7 +126,8 @@ impl<S: Shell> Serving<'_, S> {
             self.close_door().await?;
             self.end_unused().await?
         } else {
-            // The control daemon ends even if it has clients, so a link that can't be changed does not matter.
+            // An error means that a link still leads new programs to the control daemon. The error is ignored, since the control
+            // daemon ends even if it has clients.
             let _ = self.shell.keep_waiting();
             self.run.door = Door::ClosedForGood;
             if matches!(may_end.cause(), Cause::Stop | Cause::Disabled) {

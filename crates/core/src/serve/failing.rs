@@ -1,4 +1,5 @@
-//! The reason why a control daemon does not serve, from its failure to the pause that follows.
+//! The reason why a control daemon does not serve. The supervisor keeps the reason from the failure of the control daemon until
+//! the pause after the failure begins.
 
 use alloc::format;
 use alloc::string::String;

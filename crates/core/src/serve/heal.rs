@@ -120,8 +120,9 @@ impl<S: Shell> Serving<'_, S> {
             Some(false) => {
                 let there = self.shell.describe(&left);
                 fault.held_up = Some(format!(
-                    "these clients have not ended: {there}; end these clients, since this driver does not \
-                     report when the server has recovered"
+                    "these clients have not ended: {there}; end these clients: this driver does not report the \
+                     status of a server, so the service takes the server for recovered only after these \
+                     clients have ended"
                 ));
             }
         }

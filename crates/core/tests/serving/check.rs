@@ -59,7 +59,7 @@ fn misses_are_counted_each_second_until_it_counts_as_hung() {
     assert_eq!(story.shown(), asked);
     assert_eq!(story.host().reader.words, ["warning: no answer"]);
     story.served(34_500);
-    let hung = "Waiting, not serving: 5 health checks in a row failed: no answer; the control daemon is \
+    let hung = "Waiting, not serving: 5 times in a row: no answer; the control daemon is \
                 restarted when its clients have ended";
     assert_eq!(story.shown(), hung);
     assert_eq!(story.times("read GPUs"), [30_150, 31_150, 32_150, 33_150, 34_150]);

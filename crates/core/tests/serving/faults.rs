@@ -329,8 +329,8 @@ fn faulted_with_535(clients: &'static [(u32, &'static str)], named: &'static [u3
 fn with_driver_535_a_fault_lasts_as_long_as_somebody_who_was_hit() {
     let mut story = faulted_with_535(&[(1, "A"), (2, "B")], &[1]);
     story.served(60_000);
-    let why = "these clients have not ended: 1; end these clients, since this driver does not report when \
-               the server has recovered";
+    let why = "these clients have not ended: 1; end these clients: this driver does not report the status of \
+               a server, so the service takes the server for recovered only after these clients have ended";
     assert!(story.shown().ends_with(why), "{}", story.shown());
     assert_eq!(story.calls("shut down"), 0, "others may be at work there");
     story.host().at(61_000, |host| host.only_stay(&[2]));

@@ -368,8 +368,8 @@ fn commanders(facts: &Facts) -> Outcome {
             ),
             format!(
                 "let the host agent or the container engine give each container only the directory of its \
-                 slice; yunion-mpsctl env prints this directory if the GPU is a Volta or newer and the driver \
-                 is 580 or newer; {OTHER_USER}"
+                 slice (yunion-mpsctl env prints this directory if the GPU is a Volta or newer and the driver \
+                 is 580 or newer), or {OTHER_USER}"
             ),
         ));
     }

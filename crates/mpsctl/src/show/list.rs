@@ -33,8 +33,8 @@ struct Form {
     /// `wide` adds columns: index, NUMA node, compute mode, UUID, directories
     #[arg(short, long, value_name = "FORMAT", hide_possible_values = true, value_parser = ["wide"])]
     output: Option<String>,
-    /// Print the listing of isolated devices as the platform's command line prints it, without its two columns of ids, and
-    /// with a column Health
+    /// Print the table of isolated devices that the platform's command line prints, without the columns `ID` and `Host_id`,
+    /// and with the column `Health` added
     #[arg(long)]
     platform: bool,
     /// Print the names alone, one a line

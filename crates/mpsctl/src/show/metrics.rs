@@ -212,7 +212,7 @@ fn about_devices(devices: &[Listed<Device>], to: &mut Families) {
     to.each(
         "device_overuse",
         "1 if the slice has more clients than allowed, or its clients hold more memory together than the \
-         slice has, otherwise 0.",
+         budget of the slice allows, otherwise 0.",
         devices,
         |device| device.overuse.as_ref().map(|overuse| flag(!overuse.is_empty())),
     );

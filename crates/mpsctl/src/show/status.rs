@@ -155,8 +155,7 @@ fn reasons(
     any.then_some(notes)
 }
 
-/// The time since which a control daemon waits for the end of its clients, and the number of these clients. None if the control
-/// daemon does not wait.
+/// The time since which a control daemon is in the state waiting, and the number of its clients. None in any other state.
 fn how_it_waits(
     daemon: &ControlDaemon,
     all: &[Listed<ControlDaemon>],
@@ -166,7 +165,7 @@ fn how_it_waits(
         return None;
     }
     let since = format!(
-        "the control daemon has waited since {since}",
+        "the control daemon has been in the state waiting since {since}",
         since = time::local(time::from_seconds(daemon.since))
     );
     // A new plan may give a GPU of this control daemon to another control daemon.
