@@ -58,7 +58,8 @@ impl Manager {
         }
         let taken = |_| {
             RequestError::Busy(format!(
-                "{OF_USERS} requests of users to end GPU work run already; ask again later"
+                "the service already carries out {OF_USERS} requests of users to end GPU work, and no more at once; \
+                 ask again later"
             ))
         };
         self.of_users.try_acquire().map(Some).map_err(taken)

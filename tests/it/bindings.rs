@@ -383,7 +383,7 @@ fn a_runtime_binds_by_its_hook() {
     refused(&run(&other, "c-2").1, &format!("{OWN} is drained"));
 }
 
-/// If the service is killed before it answers, the hook asks the next service, and the container starts later.
+/// If the service is killed before it answers, the hook asks the restarted service, and the container starts later.
 #[test]
 fn a_hook_asks_again_when_the_service_ends_before_its_answer() {
     let test = "a_hook_asks_again_when_the_service_ends_before_its_answer";

@@ -988,7 +988,7 @@ async fn terminations_of_members_hold_up_nobody() {
         waiting.push((member, asked));
     }
     let complaint = complained(&mut terminate(&service, true)).await;
-    assert!(complaint.contains("Busy: 8 requests of users to end GPU work run already"), "{complaint}");
+    assert!(complaint.contains("Busy: the service already carries out 8 requests of users"), "{complaint}");
     let _root = terminate(&service, false).spawn().unwrap();
     let asked = timeout(DEADLINE, service.requests.recv()).await.unwrap().unwrap();
     assert!(matches!(asked, Request::Terminate(7, None, _)), "{asked:?}");

@@ -1,8 +1,8 @@
 //! The slices in Slurm: `yunion-mpsctl slurm`, and the slices that Slurm has given to a job.
 //!
 //! Slurm numbers the lines of gres.conf, and tells a job only the numbers of its lines. So each printed line has the name of
-//! its slice in a comment, and the file with these lines stays on the host. A number then means the same slice until Slurm
-//! reads new lines, even after a change of the configuration.
+//! its slice in a comment, and `run --slurm` looks up the numbers of a job in the file with these lines. A number then means
+//! the same slice until Slurm reads new lines, even after a change of the configuration.
 
 use std::collections::BTreeMap;
 use std::env;

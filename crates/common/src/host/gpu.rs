@@ -91,8 +91,8 @@ impl Gpu {
         self.facts().map(|facts| facts.uuid.as_str())
     }
 
-    /// The model that the service publishes: the name from pci.ids, otherwise NVML's name. The platform has the names from
-    /// pci.ids too, through lspci.
+    /// The model that the service publishes: the name from pci.ids, otherwise NVML's name. Cloudpods takes its GPU names
+    /// from pci.ids too, by lspci, so both show the same name.
     pub fn model(&self) -> String {
         let nvml = self.facts().map(|facts| &facts.name);
         self.pci.pci_ids_name.as_ref().or(nvml).cloned().unwrap_or_default()

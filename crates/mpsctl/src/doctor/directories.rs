@@ -153,8 +153,8 @@ fn judge_flag(pipe: &Path) -> Option<Finding> {
         ),
         Err(error) => (
             format!("the file system of the directory has no immutable flag ({error})"),
-            "set cuda_mps_pipe_directory to a directory on ext4, XFS, Btrfs, or on tmpfs with Linux \
-             6.0 or later",
+            "set cuda_mps_pipe_directory to a directory on ext4, XFS or Btrfs, or on a tmpfs where chattr +i \
+             works",
         ),
     };
     let harm = "a container with a writable mount of the directory can remove the links to control daemons, \
