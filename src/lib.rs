@@ -21,8 +21,8 @@
 //!
 //! The crate `common` has the configuration, the host and the plan, and everything else that yunion-mpsctl needs too. The crate
 //! `mps_core` makes the decisions, and can't use any code that acts on the host. Each module has a floor, and uses only modules
-//! on lower floors. `tests/it/structure.rs` checks this rule in all crates, and a second rule: only one module may name a
-//! library, or /proc.
+//! on lower floors. `tests/it/structure.rs` checks this rule in all crates, and a second rule: names such as `zbus`,
+//! `nvml_wrapper` or `/proc/` occur only in the few files that the test lists for each name.
 //!
 //! | floor | module | its job |
 //! |---|---|---|

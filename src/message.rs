@@ -35,7 +35,7 @@ pub(crate) enum Message {
     OverBudget,
     /// Clients have lost their work because their slice was over its budget.
     CutBack,
-    /// A stop, a change, or the end of a control daemon ends the work of clients.
+    /// Clients lose their work: the service stops, MPS is disabled, a change is forced, or a control daemon has ended.
     ClientsEnd,
     ComputeModeStays,
 }

@@ -70,8 +70,8 @@ impl Daemon {
     }
 
     /// Binds a container to the slice in the host agent's records. If the records name a GPU, the container gets the first free
-    /// slice of the GPU. No record says which slice that is, so the binding lasts as long as the control group, even over
-    /// restarts of the service.
+    /// slice of the GPU. Only the binding records which slice this is. So the binding lasts as long as the control group, even
+    /// over restarts of the service.
     pub(super) fn bind_recorded(&mut self, container: RecordedContainer, device: DeviceName) {
         if let Err(error) = self.bound_recorded(container, device) {
             tracing::debug!("a container in the host agent's records can't be bound to {device}: {error}");
@@ -127,8 +127,8 @@ impl Daemon {
         }
     }
 
-    /// Removes the bindings of control groups that have ended. The kernel does not report when a process leaves a control
-    /// group, so the service repeats this search while there are bindings.
+    /// Removes the bindings of control groups that have ended. The kernel does not notify the service when the last process of
+    /// a control group of version 1 ends, so the service repeats this search while there are bindings.
     pub(super) fn end_bindings(&mut self) {
         let before = Arc::clone(self.state_file.lock().bindings());
         let mut bindings = Bindings::clone(&before);

@@ -214,8 +214,8 @@ fn not_listed(inventory: &Inventory, served: &[String]) -> Option<String> {
     served.iter().find(|uuid| !told(uuid)).cloned()
 }
 
-/// Removes programs that have just started from the inventory. Returns the time until the first of them does not count as just
-/// started any more.
+/// Removes from the inventory the programs without MPS that have just started. Returns the time until the first of these
+/// programs does not count as just started any more.
 fn pass_over(inventory: &mut Inventory) -> Option<Duration> {
     let up = proc::uptime()?;
     let mut first: Option<Duration> = None;

@@ -162,8 +162,8 @@ enum Ending {
     ForGood,
     /// Restart: the control daemons go on, and the next service takes them over.
     ForRestart,
-    /// A signal ends the service, and systemd has asked neither for a stop nor for a restart. The control daemons go on. The exit
-    /// status is a failure, so systemd starts the service again.
+    /// A signal ends the service, and systemd has asked neither for a stop nor for a restart. The control daemons go on. The
+    /// exit status is a failure, so systemd starts the service again.
     Interrupted,
 }
 
@@ -247,8 +247,8 @@ impl Daemon {
         }
     }
 
-    /// Scans the host for the first time. A wrong configuration ends the service only after this scan. After a later scan, the
-    /// configuration in force stays.
+    /// Scans the host for the first time. If this scan shows that the configuration is wrong, the service ends. If a later scan
+    /// shows this, the configuration in force stays.
     async fn first_pass(&mut self) -> Result<(), Vec<LocatedProblem>> {
         if !self.settings.enabled {
             tracing::info!("no GPU is served: {reason}", reason = self.settings.why_not_enabled());

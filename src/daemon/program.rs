@@ -40,8 +40,8 @@ pub fn main() -> ExitCode {
         Ok(runtime) => runtime,
         Err(error) => return fail(&format!("the event loop of this program can't be started: {error}")),
     };
-    // The main loop is a task of the runtime, so that it takes turns with the other tasks. So a new state is published before
-    // other tasks act on it.
+    // The runtime runs its tasks in the order in which they were woken. If the main loop were not a task, `block_on` would run
+    // the main loop only after many other tasks, and these tasks could act on a new state before it is published.
     let exit = runtime.block_on(runtime.spawn(super::run(sources, runtime_directory, level)));
     // A call of NVML may hang for ever on its thread. The program ends without waiting for this thread.
     runtime.shutdown_background();

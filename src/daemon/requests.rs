@@ -26,7 +26,7 @@ use common::published::events::Event;
 use common::published::snapshot::Snapshot;
 
 /// The most requests to end GPU work that ask the kernel about processes at the same time. An answer of the kernel takes
-/// microseconds.
+/// microseconds, so further requests wait only for a moment.
 const TERMINATIONS: usize = 4;
 
 /// A container's id has 64 hexadecimal digits. A caller may give only the first digits, but at least 12.

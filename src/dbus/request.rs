@@ -57,8 +57,8 @@ pub enum Request {
 pub enum WantedSlices {
     /// All named slices. The name of a GPU stands for one of its free slices.
     All(Vec<String>),
-    /// The first free slice of these candidates. The number is the most clients that the slice may have, if the slice is full.
-    /// Otherwise it is None.
+    /// The first free slice of these candidates. If a candidate is full, the number beside it is its limit of clients, which
+    /// the error for the caller names. None: the candidate has room for a client.
     OneOf(Vec<(SliceId, Option<u32>)>),
 }
 

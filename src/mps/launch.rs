@@ -19,8 +19,8 @@ use super::process::Process;
 use common::host::cpus::Cpus;
 use common::host::{oom, proc};
 
-/// Environment variables that must not reach the control daemon. Some are from systemd and libc and concern only this service.
-/// The `CUDA_MPS` variables limit clients, and a server would apply them to itself.
+/// Environment variables that must not reach the control daemon. The `CUDA_MPS` variables limit clients, and a server would
+/// apply them to itself. The other variables are from systemd and from the unit file, and concern only this service.
 const NOT_PASSED_ON: [&str; 11] = [
     "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE",
     "CUDA_MPS_PINNED_DEVICE_MEM_LIMIT",

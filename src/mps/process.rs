@@ -19,7 +19,7 @@ use super::process_handle::{ProcessHandle, unless_gone};
 use common::host::proc;
 use common::host::readable::Readable;
 
-/// A process with a handle. A signal can't reach a later process with the same PID.
+/// A process with a handle. A signal through the handle can't reach a later process with the same PID.
 #[derive(Debug)]
 pub(crate) struct Process {
     handle: ProcessHandle<Readable>,

@@ -66,14 +66,14 @@ impl SharedAdmission {
             admission.links.release(&mut admission.directories);
         }
         let shared = Self { admission: Arc::new(Mutex::new(admission)), state_file, changed };
-        // The error is ignored: this call only removes links, since the control daemon has no limits yet. Links that can't be
-        // removed are reported later.
+        // The error is ignored: this call only removes links, since `lead` makes new links after the limits are set. Links that
+        // can't be removed are reported later.
         let _ = shared.apply();
         shared
     }
 
-    /// Takes a new order, and removes links that the order does not need at once. `retiring` is true if the control daemon ends
-    /// as soon as its clients have ended.
+    /// Takes a new order, and immediately removes the links that the order does not need. `retiring` is true if the control
+    /// daemon ends as soon as its clients have ended.
     pub(super) fn pursue(&self, plan: &ControlDaemonPlan, retiring: bool) {
         {
             let Admission { links, directories } = &mut *self.lock();

@@ -18,7 +18,8 @@ use super::bypass::{self, Bypass};
 impl GpuShell for Worker {
     async fn read_gpus(&mut self, gpus: &[GpuUuid], together: bool) -> Option<SeenGpus> {
         let served = ComputeMode::while_served(self.plan.tenure());
-        // If NVML does not answer for a GPU, `processes` still has the GPU's processes from the last answer.
+        // Only GPUs that have left the order are removed here. If NVML does not answer for a GPU, the GPU's processes from the
+        // last answer stay.
         self.processes.retain(|gpu, _| gpus.contains(gpu));
         let mut seen = BTreeMap::new();
         for (uuid, look) in self.tools.nvml.read_gpus(gpus.to_vec(), together).await {
@@ -89,7 +90,7 @@ impl GpuShell for Worker {
         if !gone.is_empty() {
             let who = bypass::describe(gone);
             self.reporter.event(format!(
-                "these programs no longer use GPU {name} without an MPS server of this service: {who}"
+                "GPU {name} is no longer used without an MPS server of this service by {who}"
             ));
         }
         // A change of a bypass's memory alone is not published. Otherwise each health check would publish a new status.

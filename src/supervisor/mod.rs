@@ -120,8 +120,8 @@ struct Worker {
     rate_limit: RateLimit,
     admission: SharedAdmission,
     links_stuck: BTreeSet<String>,
-    /// The private directory that the control daemon goes without, since its pipe directory is a mount of its own. A warning
-    /// about this was logged. None if no warning was logged.
+    /// The private directory of the last warning, which is not repeated: the control daemon can't use this directory, since the
+    /// pipe directory is on another mount, and a hard link can't lead from one mount to another. None if no warning was logged.
     not_beside: Option<PathBuf>,
 }
 

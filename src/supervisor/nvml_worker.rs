@@ -28,8 +28,8 @@ pub(crate) struct NvmlWorker {
     state_file: SharedStateFile,
     /// The threads for questions, by the UUID of the GPU. A GPU that does not answer must not block questions about other GPUs.
     questions: Arc<Mutex<BTreeMap<String, Blocking>>>,
-    /// The threads for changes, by the UUID of the GPU. Each GPU has only one, since a change may still happen after its caller
-    /// has stopped waiting. The next change of this GPU waits until then.
+    /// The threads for changes, by the UUID of the GPU. Each GPU has only one thread, since a change may still happen after its
+    /// caller has stopped waiting. The next change of the GPU waits for the end of the earlier change.
     changes: Arc<Mutex<BTreeMap<String, Blocking>>>,
 }
 

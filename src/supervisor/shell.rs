@@ -336,8 +336,8 @@ impl Shell for RunShell<'_> {
         let led = admission.lead(&self.run.running, &self.worker.plan);
         self.run.running.slice_directories = admission.slice_directories();
         self.worker.report_links(&self.run.running.pipe_directory, None);
-        // A missing link counts as a failure and not as a blocker. After a failure the service pauses. For a blocker it would
-        // end an idle control daemon and start it again without a pause.
+        // A missing link counts as a failure, after which the service pauses. A missing link is no blocker of the core
+        // (`mps_core::serve`): for a blocker, the service would end an idle control daemon and start it again without a pause.
         led.map_err(Failure::Waiting)
     }
 

@@ -36,7 +36,7 @@ pub(crate) struct Status {
 
 impl Status {
     /// Makes this the status of a new plan, which the service has had since the moment `since`. If the pipe directory stays the
-    /// same, a control daemon that serves goes on.
+    /// same, a control daemon that serves still counts as serving.
     pub(super) fn take(&mut self, plan: &ControlDaemonPlan, since: SystemTime) {
         if *self.plan == *plan {
             return;

@@ -23,7 +23,7 @@ impl GpuWakeUps {
         Arc::clone(wake_ups.entry(uuid.to_owned()).or_default())
     }
 
-    /// Wakes the tasks for these GPUs, each for the same reason. A GPU without a task is skipped.
+    /// Wakes the tasks for these GPUs, for the reason that `which` returns. A GPU without a task is skipped.
     pub(super) fn wake(&self, uuids: &[String], which: fn(&WakeUps) -> &Notify) {
         let wake_ups = self.0.lock().unwrap_or_else(PoisonError::into_inner);
         for wake_ups in uuids.iter().filter_map(|uuid| wake_ups.get(uuid)) {

@@ -100,8 +100,9 @@ async fn find_processes(statuses: &[Arc<Status>], tools: &Tools) -> (ProcessesBy
     let looks = tools.nvml.read_gpus(gpus.into_iter().collect(), true).await.into_iter();
     let processes: ProcessesByGpu =
         looks.filter_map(|(uuid, look)| Some((uuid, look.ok()?.1.ok()?))).collect();
-    // The register must be read after NVML. A client is in the log of its control daemon before it opens the GPU. So the
-    // register then has all clients that NVML has listed.
+    // The register is read after NVML, since the log of a control daemon has a client before the client opens the GPU. While
+    // the service has not read this line of the log, the client may be found as a bypass here. So `list` confirms each
+    // new bypass by a second search.
     let clients: BTreeSet<u32> = tools.clients.served().iter().map(|(_, process, _)| process.pid).collect();
     let is_told = |uuid: &str, pid: u32| {
         told(statuses).any(|bypass| bypass.gpu_uuid == uuid && bypass.process.pid == pid)

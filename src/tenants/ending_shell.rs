@@ -17,11 +17,11 @@ use common::host::identity;
 use common::host::proc;
 use common::state_file::Running;
 
-/// The longest wait for the list of clients of one control daemon. Each question to the control daemon has a shorter deadline.
+/// The longest wait for the list of clients of one control daemon. The service needs several answers of the control daemon for
+/// this list, and waits a shorter time for each answer.
 const PATIENCE: Duration = Duration::from_secs(60);
 
-/// The longest wait for the list of clients of a control daemon, if the request does not need this list. An answer takes
-/// milliseconds.
+/// The longest wait for the list of clients of each control daemon in `others`. A control daemon answers within milliseconds.
 const OTHERS_PATIENCE: Duration = Duration::from_secs(1);
 
 #[derive(Debug, Clone)]

@@ -43,8 +43,8 @@ async fn ask() {
     stop.recv().await;
     let why = why_stopping().await;
     println!("{why:?}");
-    // This process waits before it writes its line. If systemd stops the process in the scope too early, the first line of
-    // /var/order shows this.
+    // systemd must stop the scope only after this small service has ended. The small service waits before it writes its line.
+    // If systemd stops the scope too early, the first line in /var/order comes from the shell in the scope.
     tokio::time::sleep(std::time::Duration::from_millis(300)).await;
     let mut order = std::fs::File::options().create(true).append(true).open("/var/order").unwrap();
     writeln!(order, "{why:?}").unwrap();

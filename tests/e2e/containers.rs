@@ -292,11 +292,11 @@ fn podman(machine: &mut Machine) {
     for command in [PODMAN_CDI, PODMAN_NAMES] {
         let printed = shown(machine, command);
         is_a_client_of_slice_1(&printed, "/run/yunion-mps-00_06.0-1");
-        // With the value `void`, NVIDIA's hook does not add the GPU a second time.
+        // The CDI spec adds the GPU. With the value `void`, NVIDIA's hook does not add the GPU a second time.
         assert!(printed.contains("NVIDIA_VISIBLE_DEVICES=void\n"), "{printed}");
     }
-    // The service takes the slice of a container from the container's control group and not from its environment. Only a user
-    // who is root on the host can command the control daemon.
+    // The service takes the slice of a container from the container's control group and not from its environment. A container
+    // can command the control daemon only if the container's user is root on the host.
     for (user, may_command) in [
         ("--user=0:0", "neighbours"),
         ("--user=65534:65534", "nothing"),
@@ -498,8 +498,8 @@ fn docker_binds(machine: &mut Machine) {
     machine.sh("systemctl stop docker-cdi");
 }
 
-/// A container of a user who is not root gets no binding. The container starts, and the service knows its slice by its
-/// environment.
+/// A container of a user who is not root gets no binding. The container starts, and the service learns the container's slice
+/// from the container's environment.
 fn rootless(machine: &mut Machine) {
     if !with_podman(machine) {
         return;

@@ -93,7 +93,7 @@ const PREVIOUS_RPM: &str = "/var/tmp/previous.rpm";
 const PLATFORM_RPM: &str = "/var/tmp/platform.rpm";
 const NEXT_STEP: &str =
     "yunion-mps-daemon: run 'yunion-mpsctl setup', then 'systemctl enable --now yunion-mps-daemon'.";
-/// rpm uses a database of its own, since only dpkg knows the packages that are installed on the machine.
+/// rpm uses an empty database and checks no dependencies, since only dpkg knows the packages that are installed on the machine.
 const RPMS: &str = "rpm --dbpath /var/tmp/rpmdb --nodeps";
 
 fn run(command: &mut Command) -> String {
@@ -139,9 +139,9 @@ fn pack(tree: &Path, stage: &Stage, path: &str) {
     stage.put(&package, path);
 }
 
-/// The platform's own package, reduced to the parts that matter here. Its version is a date. Its scripts stop and disable its
-/// service even at an upgrade. Its control daemon outlives a kill of its service, since `quit` does not return while the
-/// control daemon has clients.
+/// The own package of the platform Cloudpods, reduced to the parts that matter here. The package's version is a date. Its
+/// scripts stop and disable its service even at an upgrade. Its control daemon outlives a kill of its service, since `quit`
+/// does not return while the control daemon has clients.
 const PLATFORM: &[(&str, &str, &str)] = &[
     (
         "DEBIAN/control",

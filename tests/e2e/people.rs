@@ -26,8 +26,8 @@ fn in_unit(machine: &Machine, property: &str, command: &str) -> Output {
     machine.run(&[&words[..], &[&format!("{ON_HOST} {command}")]].concat())
 }
 
-/// In a unit with a private /tmp, CUDA does not find the directory of the slice. Without a check, the program would start on
-/// the whole GPU.
+/// In a unit with a private /tmp, CUDA does not find the directory of the slice. So `run` and `env` must fail there. Otherwise
+/// the program would start on the whole GPU.
 fn private_tmp(machine: &mut Machine) {
     let run = "yunion-mpsctl run 00:06.0-1 -- cuda-client props";
     let is_served = |output: &Output| {
@@ -86,7 +86,7 @@ const RIGHT: &str =
 
 /// Device files with mistakes. Each row has a file, the line number that the service names, and the service's message.
 const SLIPS: [(&str, u32, &str); 6] = [
-    // The platform's guide prints the device file in this form, without indentation.
+    // The guide of the platform Cloudpods prints the device file in this form, without indentation.
     (
         "devices:\n- path: \"/dev/dri/renderD128\"\ntype: \"NVIDIA_MPS\"\nvirtual_number: 4\n",
         3,
@@ -161,7 +161,8 @@ fn guide(machine: &mut Machine) {
         corrected(machine);
     }
 
-    // The platform writes an entry with the type `NVIDIA_GPU_SHARE` for an AI node.
+    // If an administrator has added the host to the platform as an AI node, the platform has written entries with the type
+    // `NVIDIA_GPU_SHARE`.
     machine.write(DEVICE_FILE, &RIGHT.replace("NVIDIA_MPS", "NVIDIA_GPU_SHARE"));
     machine.sh(&format!("systemctl restart {SERVICE}"));
     let answer = "00:06.0 has the type NVIDIA_GPU_SHARE in /etc/yunion/host_container_device.yml:2; write type: NVIDIA_MPS";

@@ -111,8 +111,8 @@ fn words(machine: &mut Machine) {
                     assert!(printed.contains("yunion-mpsctl: takes 00:06.0-0 (H200"), "{printed}");
                     // A slice has a tenth of the 132 SMs, and a GPU assigns SMs in pairs.
                     assert!(printed.contains(" sms 12 "), "{printed}");
-                    // On a host without the platform, a program without a slice also connects to MPS and gets the limits of a
-                    // slice.
+                    // On a host without the platform Cloudpods, `setup` chooses CUDA's default pipe directory. So a program
+                    // without a slice also connects to MPS and gets the limits of a slice.
                     assert!(typed(machine, "./a-cuda-program").contains(" sms 12 "));
                     assert_eq!(compute_mode(machine), "Exclusive_Process");
                     assert_eq!(state(machine), "ready");
@@ -121,7 +121,8 @@ fn words(machine: &mut Machine) {
                 "yunion-mpsctl list" => assert!(printed.contains("00:06.0-9"), "{printed}"),
                 "systemctl start yunion-mps-daemon" => assert_eq!(state(machine), "ready"),
                 "yunion-mpsctl undrain --all" => {
-                    // All slices are free again, except for the slice that the first program got a moment ago.
+                    // No slice has a client now. The command may still pass over the slice that it took a moment ago, so the
+                    // test accepts any slice.
                     let again = typed(machine, FIRST_PROGRAM);
                     assert!(again.contains("yunion-mpsctl: takes 00:06.0-"), "{again}");
                     served += 1;

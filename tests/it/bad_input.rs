@@ -67,8 +67,8 @@ fn a_by_path_link() {
     refused_path("tesla-p40", link, &format!("{link:?} {remedy}"));
 }
 
-/// The control daemon makes a FIFO at the path that is the log directory here. If the service made the directory there first,
-/// the control daemon could write no log.
+/// The configured log directory is a path at which the control daemon makes a FIFO. If the service made the directory there
+/// first, the control daemon could write no log.
 #[test]
 fn a_log_directory_in_the_place_of_the_fifo() {
     let host = Host::new("tesla-p40");
@@ -92,11 +92,12 @@ fn a_node_that_does_not_exist() {
     assert!(text(&checked).contains(&format!("error: {message}")), "{}", text(&checked));
     host.start();
     host.wait_for_failure(message);
-    // An empty list of slices would make the platform delete its devices. So the service answers with an error.
+    // After an empty list of slices, the platform Cloudpods would delete the host's devices. So the service answers with an
+    // error.
     let refused = host.call("Manager.ListDevices");
     assert!(text(&refused).contains("io.yunion.Mps1.Error.NotReady"), "{}", text(&refused));
-    // The service serves no GPU, since the only entry of the device file names none. Without this rule it would serve the
-    // host's GPU, which another user may need.
+    // The path in the only entry of the device file belongs to no GPU, so the service serves no GPU. It must not serve the
+    // host's GPU instead, which has no entry and which another user may need.
     assert_eq!(host.compute_mode(0), "Default");
     host.devices(&["path: /dev/dri/renderD128, type: NVIDIA_MPS, virtual_number: 4"]);
     assert!(host.call("Control.Reload").status.success());
@@ -104,7 +105,7 @@ fn a_node_that_does_not_exist() {
     stops(host);
 }
 
-/// GPU 3 of an h200x8, which is off the bus, as after the failure of a board.
+/// GPU 3 of the board `h200x8`. The test has removed this GPU from the PCI bus, as if the GPU had failed.
 struct Pulled {
     moved: Vec<(PathBuf, PathBuf)>,
 }
@@ -529,7 +530,8 @@ fn a_log_with_garbage_in_it() {
     stops(host);
 }
 
-/// True if this machine has an NVML besides the simulated NVML. A service on this machine would find it.
+/// True if this machine has an NVML besides the simulated NVML. The service would find this NVML even after the test has
+/// removed the simulated NVML.
 fn has_nvml() -> bool {
     let known = Command::new("/sbin/ldconfig").arg("-p").output();
     known.is_ok_and(|known| text(&known).contains("libnvidia-ml.so.1"))
@@ -547,7 +549,8 @@ fn an_nvml_that_is_not_there_and_comes() {
     fs::remove_file(&library).unwrap();
     host.start();
     host.wait_for_failure("no NVIDIA driver: libnvidia-ml.so.1");
-    // NVIDIA's GPU operator puts the driver into a container, so the message names the operator.
+    // NVIDIA's GPU operator loads the kernel module, but puts the driver's libraries only below /run/nvidia/driver. So the
+    // message names the operator.
     host.plant(
         "sysroot/proc/driver/nvidia/version",
         "NVRM version: NVIDIA UNIX x86_64 Kernel Module  535.86.10  Wed\n",
@@ -560,7 +563,7 @@ fn an_nvml_that_is_not_there_and_comes() {
     let root = host.path("sysroot").display().to_string();
     let doctor = text(&host.mpsctl(&["doctor", "--sysroot", &root]));
     assert!(doctor.contains("driver-unusable") && doctor.contains("driver.enabled=false"), "{doctor}");
-    // The service knows no GPU yet. An empty list of slices would make the platform delete its devices.
+    // The service knows no GPU yet. After an empty list of slices, the platform would delete the host's devices.
     let refused = host.call("Manager.ListDevices");
     assert!(text(&refused).contains("io.yunion.Mps1.Error.NotReady"), "{}", text(&refused));
     symlink(target, library).unwrap();
@@ -628,7 +631,7 @@ fn an_nvml_that_cannot_set_the_compute_mode() {
     }
 }
 
-/// An old driver has neither MIG nor events.
+/// The NVML of an old driver has no functions for MIG mode or for events. The service serves GPUs without these functions.
 #[test]
 fn an_nvml_of_an_old_driver_serves() {
     for function in

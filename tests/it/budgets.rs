@@ -238,7 +238,8 @@ fn the_newest_client_of_the_slice_is_ended_and_nobody_else() {
     assert_eq!(host.stop().code(), Some(0));
 }
 
-/// A client may run on after its GPU work was ended. The service ends it again only after it begins new GPU work.
+/// A client may run on after its GPU work was ended. The service ends GPU work of this client again only after the client
+/// begins new GPU work.
 #[test]
 fn nobody_is_ended_again_without_new_work() {
     if !root_or_skip("nobody_is_ended_again_without_new_work") {

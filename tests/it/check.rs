@@ -39,8 +39,8 @@ fn differences(host: &Host) -> Vec<[String; 5]> {
     document["differences"].as_array().unwrap().iter().map(of).collect()
 }
 
-/// After the first reload, the control daemon waits for its clients' end. The second reload takes this change back, so the
-/// control daemon serves on. `check` must compare the next change with the configuration of the second reload.
+/// The first reload changes the topology, and the control daemon waits for its clients' end. The second reload takes the change
+/// back, so the control daemon serves on. `check` must compare the next change with the configuration of the second reload.
 #[test]
 fn a_change_that_was_taken_back_is_in_force() {
     let mut host = Host::serving("h200");
@@ -178,7 +178,8 @@ fn a_gpu_that_goes_takes_the_control_daemon_with_it() {
     assert_eq!(host.stop().code(), Some(0));
 }
 
-/// The platform's host agent reads the same files. Some mistakes in these files end the host agent or break its containers.
+/// The host agent of the platform Cloudpods reads the same configuration files as the service. Some settings in these files end
+/// the host agent or break its containers.
 #[test]
 fn what_stops_the_host_agent_is_told_everywhere() {
     let mut host = Host::new("h200");

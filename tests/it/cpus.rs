@@ -212,7 +212,8 @@ fn a_changed_key_waits_for_clients() {
     let bound = host.wait_for_state("ready");
     assert_ne!(control_pid(&bound), control_pid(&before));
     assert_on(control_daemon(&bound), &parts[0]);
-    // A reload without a change starts no new control daemon. A reload that sets the key to its old value does.
+    // A reload without a change starts no new control daemon. A reload that sets the key to its old value starts a new control
+    // daemon.
     host.reload();
     assert_eq!(control_pid(&host.wait_for_state("ready")), control_pid(&bound));
     host.configure("cuda_mps_cpu_affinity: none");

@@ -478,7 +478,7 @@ fn other_cuda(scene: &mut Scene) {
     scene.chmod("bin/nvidia-cuda-mps-control", 0o755);
 }
 
-/// Removes the platform's keys from host.conf, as on a host without the Yunion platform.
+/// Removes the keys of the platform Cloudpods from host.conf, as on a host without Cloudpods.
 fn without_the_platforms_keys(scene: &mut Scene) {
     let file = "/etc/yunion/host.conf";
     let text = fs::read_to_string(scene.host.file(file)).unwrap();

@@ -83,8 +83,8 @@ fn assert_only_drained(host: &Host, name: &str) {
 fn a_drained_slice_is_given_to_nobody_until_it_is_taken_back() {
     let mut host = serving("tesla-p40");
     let said = done(&host, &["drain", "0000:00:06.0-1"]);
-    // With this driver, the control daemon's socket is in the pipe directory. A container that runs may already have this
-    // directory, so the drain can't keep its programs out.
+    // With the driver of the board `tesla-p40`, the control daemon's socket is in the pipe directory. A container that runs may
+    // already have this directory, so the drain can't keep the container's programs out.
     let left = format!(
         "0000:00:06.0-1 is drained: no new program is given it. But a program that has the directory {} \
          already can start new clients, since the control daemon still listens there.\nNo client is left.\n",
@@ -385,7 +385,7 @@ fn lead(directories: &[PathBuf]) -> Vec<bool> {
     directories.iter().map(|directory| directory.join("control").exists()).collect()
 }
 
-/// Returns the exit status of a CUDA program with an environment that it got before the drain.
+/// Returns the exit status of a CUDA program with `environment`, a slice's environment from the beginning of the test.
 fn status_of(host: &Host, environment: &[(String, String)]) -> Option<i32> {
     let mut program = host.command("cuda-client");
     program.arg("props").envs(environment.iter().cloned()).output().unwrap().status.code()

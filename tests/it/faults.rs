@@ -315,8 +315,8 @@ fn dies_having_read_of_the_fault(host: &mut Host, next_grace: &str) {
     restart(host);
 }
 
-/// The next service does not read these lines of the log again, since the killed service has read them. It still ends the
-/// server with the fault when the grace period is over.
+/// The next service does not read the lines about the fault again, since the killed service has read them. The next service
+/// still ends the server with the fault when the grace period is over.
 #[test]
 fn a_fault_that_a_former_service_has_read_is_healed_after_the_grace() {
     is_healed_after_the_grace(Topology::Shared, |host| {
@@ -1133,7 +1133,7 @@ fn recovered_after(host: &Host, before: u32) -> u32 {
 }
 
 /// A GPU with 12 of 12 clients in each of its four slices is healthy, and all clients compute. The 49th client is refused, and
-/// the service reports it. When a client ends, another can come.
+/// the service reports the refusal. When a client ends, another client can come.
 #[test]
 fn a_full_gpu_stays_healthy_and_says_so() {
     let mut host = Host::serving("h200");

@@ -289,7 +289,8 @@ fn setup_of_a_host_of_the_platform_names_each_gpu() {
          - path: /dev/dri/renderD131\n  type: NVIDIA_MPS\n  virtual_number: 4\n"
     );
     let check = checked(&host);
-    // `--check` has no warning about the platform's host agent, which reads the same files.
+    // The host agent of the platform Cloudpods reads the same files as the service. `--check` warns of settings that the host
+    // agent can't handle, and `setup` must write no such setting.
     assert!(!check.contains("agent") && !check.contains("not served"), "{check}");
 }
 

@@ -1,5 +1,6 @@
-//! Tests of clients in the guests of the Yunion platform. The platform's present host agent mounts the whole pipe directory
-//! into each container, and sets no slice in its environment. The host agent's records say which container has which device.
+//! Tests of clients in the guests of the platform Cloudpods. The platform's present host agent mounts the whole pipe directory
+//! into each container, and names no slice in the container's environment. The host agent's records say which container has
+//! which device.
 
 use std::fs::{self, Permissions};
 use std::os::unix::fs::{PermissionsExt, chown};

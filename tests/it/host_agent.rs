@@ -131,7 +131,7 @@ fn assert_sees_what_is_published(host: &Host) -> Value {
         let published = || json!({"slices": host.busctl("ListDevices"), "gpus": host.busctl("ListGpus")});
         let before = published();
         let seen = printed(host, &["probe"]);
-        // The platform's executor runs `yunion-mpsctl list --json`, which prints the same rows.
+        // A host agent without this package can run `yunion-mpsctl list --json`, which must print the same rows.
         let listed = json!({"slices": host.list(), "gpus": host.json(&["list", "--gpus"]).unwrap()});
         (before == published()).then(|| {
             assert_eq!(seen, before);
@@ -198,8 +198,8 @@ fn it_sees_every_value_of_the_mixed_host() {
     every_value("mixed");
 }
 
-/// `mps-agent probe` prints the values of the platform's guide, in the form that the platform's host agent uploaded before July
-/// 2026, and in its present form.
+/// `mps-agent probe` prints the values in the guide of the platform Cloudpods. The rows of slices have the form that Cloudpods'
+/// own host agent used before July 2026, and the rows of GPUs have the form that it uses now.
 #[test]
 fn both_shapes_are_the_platforms() {
     let mut host = Host::serving("tesla-p40");
@@ -462,8 +462,8 @@ fn a_pod_without_the_hosts_pids_finds_the_bus_in_a_mount() {
     assert_eq!(host.stop().code(), Some(0));
 }
 
-/// The platform's executor sets only two environment variables for a command. yunion-mpsctl needs no other variable to find the
-/// D-Bus socket.
+/// The platform's executor runs commands on the host for the host agent, which runs in a pod. The executor sets only two
+/// environment variables for a command. yunion-mpsctl needs no other variable to find the D-Bus socket.
 #[test]
 fn a_command_of_the_executor_needs_no_variable() {
     if !root_or_skip("a_command_of_the_executor_needs_no_variable") {

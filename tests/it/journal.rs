@@ -38,7 +38,8 @@ fn source_catalogs_and_page_have_the_same_ids() {
     assert_eq!(ids("(?m)^\\| `ID` \\|", &read("docs/journal.md")), known);
 }
 
-/// docs/journal.md describes every journal field in the catalogs. A field that the journal lacks would leave a gap in the text.
+/// The catalogs use only journal fields that docs/journal.md describes. A field that the service does not write to the journal
+/// would leave a gap in the catalog's text.
 #[test]
 fn catalogs_name_fields_that_the_page_explains() {
     let page = read("docs/journal.md");

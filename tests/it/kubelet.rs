@@ -153,7 +153,7 @@ fn a_removed_socket_is_made_again_while_the_kubelet_does_not_answer() {
     FakeKubelet::start(&host).wait_for_devices(QUARTER, 4, &[]);
 }
 
-/// The kubelet frees the device of a pod that is deleted by force at once, although the pod's container may still run.
+/// When a pod is deleted by force, the kubelet frees the pod's device at once, although the pod's container may still run.
 #[test]
 fn after_a_forced_deletion_the_next_pod_gets_another_slice() {
     let test = "after_a_forced_deletion_the_next_pod_gets_another_slice";
@@ -346,7 +346,8 @@ fn a_second_plugin_leaves_the_sockets_of_the_first_alone() {
     let second = Plugin::started_by(&host, Plugin::command(&host, &[]), "second.log");
     second.wait_until_it_says("another device plugin serves this socket");
     kubelet.events.clear();
-    // When the plugin has sent its next list of devices, the second plugin has also checked the socket of the first plugin.
+    // A drain changes the devices of both plugins. So the second plugin checks the socket of the first plugin again, and must
+    // not remove this socket.
     a_new_list(&host, &mut kubelet, "00:06.0-3");
     assert!(!first.said().contains("the socket was removed"), "{}", first.said());
     let registrations = kubelet.heard.iter().filter(|event| event["event"] == "registered");

@@ -118,8 +118,8 @@ fn the_kubelet_is_told_which_slice_to_prefer() {
 fn a_kubelet_that_restarts_is_registered_with_again() {
     let (host, mut first, _plugin) = node("h200", &[]);
     first.wait_for_devices(QUARTER, 4, &[]);
-    // A kubelet that ends does not remove its own socket. The next kubelet removes all sockets in the directory or, with
-    // `--leave`, only its own.
+    // A kubelet that ends does not remove its own socket. The next kubelet removes all sockets in the directory. With
+    // `--leave`, the next kubelet removes only the former kubelet's socket.
     for words in [&[][..], &["--leave"], &[], &["--leave"]] {
         drop(first);
         first = FakeKubelet::start_with(&host, words);

@@ -58,7 +58,8 @@ enum Heard {
     Killed,
 }
 
-/// The service as a child of the test. A thread reads its log, since a kill at a step must follow at once.
+/// The service as a child of the test. A thread reads the service's log, since a kill must follow at once after the log line of
+/// its step.
 struct Service {
     child: Child,
     kill: Arc<Mutex<Option<Kill>>>,

@@ -54,7 +54,7 @@ impl Scene {
         self.host.path("mps/pipe/slices").join(slice.replace(':', "_"))
     }
 
-    /// Runs a script in a container that has the directory `mounted`. Its environment claims the slice `claim`.
+    /// Runs a script in a container that has the directory `mounted`. The script's environment claims the slice `claim`.
     fn start(&self, mut unshare: Command, mounted: PathBuf, script: &str, claim: Option<&str>) -> Tenant {
         let before: BTreeSet<u32> = pids(&self.host);
         let container = self.host.container_of(OWN);

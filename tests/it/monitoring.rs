@@ -396,8 +396,8 @@ fn a_textfile_that_cannot_be_written_is_named() {
     );
 }
 
-/// systemd has no complaint about the units that write the metrics. The documentation names the service's exposure level as
-/// systemd computes it.
+/// systemd has no complaint about the units that write the metrics. docs/metrics.md states the exposure level that systemd
+/// computes for yunion-mps-metrics.service.
 #[test]
 fn the_units_for_the_textfile_are_well_formed_and_closed() {
     let directory = tempfile::tempdir().unwrap();

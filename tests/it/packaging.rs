@@ -406,7 +406,8 @@ fn the_manual_has_every_subcommand_and_what_it_prints() {
     }
 }
 
-/// The manual page shows recorded output for each subcommand. No line of this output may be a heading of the page too.
+/// The manual page shows recorded output for each subcommand. This output is not indented, so none of its lines may look like a
+/// heading of the page.
 #[test]
 fn every_subcommand_has_an_example_of_its_output() {
     let text = shown(&pages_as_shipped().path().join("yunion-mpsctl.1"));

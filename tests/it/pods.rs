@@ -407,8 +407,8 @@ fn a_pod_with_slices_of_two_gpus_has_both_of_them() {
     node.ends(&pod);
 }
 
-/// The kubelet frees the slice of a pod that is deleted by force at once, although the pod's container still runs. The next pod
-/// must wait for the end of that container.
+/// When a pod is deleted by force, the kubelet frees the pod's slice at once, although the pod's container still runs. The next
+/// pod must wait for the end of that container.
 #[test]
 fn on_a_full_gpu_a_pod_waits_for_the_container_of_a_pod_that_was_deleted_by_force() {
     let test = "on_a_full_gpu_a_pod_waits_for_the_container_of_a_pod_that_was_deleted_by_force";

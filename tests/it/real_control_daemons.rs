@@ -155,8 +155,8 @@ fn of_535_that_must_be_multi_user_waits() {
     assert_eq!(host.compute_mode(0), "Default");
 }
 
-/// The server can't start without a GPU. The status shows how it has ended, and the service tries again after a pause. A stop
-/// does not wait for the end of the pause.
+/// The server can't start without a GPU. The status shows how the server has ended, and the service tries again after a pause.
+/// A stop does not wait for the end of the pause.
 #[test]
 fn of_555_without_a_gpu_has_no_server() {
     let mut host = host("555");

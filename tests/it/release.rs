@@ -26,7 +26,8 @@ const ROUNDS: usize = 4;
 const SLICE: &str = ", slice 00:06.0-1";
 
 /// Checks that the service had ended the GPU work of the command before `yunion-mpsctl run` passed the signal on to the
-/// command. The command ends with CUDA's error, or by the signal if the signal comes first.
+/// command. The command ends with CUDA's error, or by the signal if the signal arrives before the command has noticed the
+/// error.
 fn assert_released((status, said): (Option<i32>, String), signal: Signal) {
     assert!(!said.contains("which can cause a fault in other clients of the GPU"), "{signal:?}: {said}");
     match status {
@@ -326,8 +327,8 @@ fn a_server_is_restarted_between_clients() {
     assert_eq!(after["control_daemons"][0]["starts"], 1);
 }
 
-/// After its GPU work was ended, a program stays a client until it calls CUDA again. The request is still answered at once, and
-/// a later kill of the program harms no other client.
+/// After its GPU work was ended, a program stays a client until it calls CUDA again. `terminate` does not wait for this call,
+/// and a later kill of the program harms no other client.
 #[test]
 fn a_client_that_stays_is_done_with() {
     let mut scene = Neighbours::new();

@@ -209,8 +209,8 @@ fn a_front_end_that_fails_says_nothing_of_the_control_daemon() {
         fs::set_permissions(&new, Permissions::from_mode(0o755)).unwrap();
         fs::rename(&new, &program).unwrap();
         is_told(" ended with exit status: 1");
-        // The service would end a control daemon without an answer after fewer than eight attempts. After eight attempts it is
-        // certain that this control daemon stays.
+        // The service would end a silent control daemon after fewer than eight checks. So eight runs of the failing front end
+        // prove that the service does not take this failure for silence of the control daemon.
         let has_run = || fs::read_to_string(&runs).is_ok_and(|runs| runs.lines().count() >= 8);
         wait_for("the eighth look", || has_run().then_some(()));
         assert!(alive(before) && !host.log().contains("was removed"), "{}", host.log());
@@ -273,7 +273,7 @@ fn clients_are_listed_with_their_slices() {
 
     signal_pid(run.id(), Signal::TERM);
     // `run` ends the GPU work before it passes the signal on. The program exits after CUDA error 810, or by the signal if the
-    // signal comes first.
+    // signal arrives before the program has noticed the error.
     let status = run.wait().unwrap().code();
     assert!([Some(4), Some(128 + Signal::TERM.as_raw())].contains(&status), "{status:?}");
     assert!(!alive(pid));

@@ -202,8 +202,8 @@ fn flags(directories: &[PathBuf]) -> Vec<bool> {
     lines.lines().map(|line| line.split(' ').next().unwrap().contains('i')).collect()
 }
 
-/// Root in a container can write to the whole pipe directory, but can't change the service's directories in it. The service
-/// can.
+/// The immutable flag keeps root in a container from changing the service's directories, even in a container that has the whole
+/// pipe directory with write access. The service itself can still change its directories.
 #[test]
 fn nobody_else_changes_the_directories() {
     if !flag_can_be_set() {
@@ -265,8 +265,8 @@ fn another_service_changes_the_links(host: &mut Host, directories: &[PathBuf]) {
     }
     host.start();
     host.wait_for_state("ready");
-    // The kernel may give a new socket the inode number of the removed one. A link to the removed socket would then seem right,
-    // so the test compares the linked inode and sends a command too.
+    // The kernel may give a new socket the inode number of a removed socket. So a changed number is no proof of a new link.
+    // Instead, the test compares the link with the control daemon's socket, and sends a command through the link.
     assert_eq!(inode(&host.path("mps/pipe/control")), inode(&private(host).join("control")));
     assert_eq!(host.front_end(&host.path("mps/pipe"), "get_default_active_thread_percentage"), "25.0\n");
     assert_eq!(flags(directories), vec![true; directories.len()]);
@@ -351,7 +351,8 @@ fn a_link_that_is_taken_away_is_renewed_and_told() {
     assert_eq!(host.stop().code(), Some(0));
 }
 
-/// Through the pipe directory, a program can become a client of the control daemon, but can't send commands to it.
+/// Through the pipe directory, a program can become a client of the control daemon and read its limits, but can't change its
+/// limits or end it.
 #[test]
 fn the_pipe_directory_has_a_link_and_the_slices() {
     let mut host = Host::serving("h200");

@@ -330,8 +330,9 @@ fn a_stopped_control_daemon_is_continued_to_quit(topology: Topology) {
     }
 }
 
-/// Another control daemon listens in the directory of the service's control daemon. The service does not use its answers, does
-/// not end it, and names it in the status. The client of the service's own control daemon runs on.
+/// Another control daemon listens in the directory of the service's control daemon. The service does not use the answers of the
+/// other control daemon, does not end it while a client runs, and names its PID in the status. The client of the service's own
+/// control daemon runs on.
 fn a_control_daemon_whose_place_was_taken_is_left_to_its_clients(topology: Topology) {
     let mut host = Host::serving_as(topology, "h200");
     let before = host.wait_for_state("ready");
@@ -524,7 +525,7 @@ fn second_daemon(host: &Host) -> (Option<i32>, String) {
     while second.try_wait().unwrap().is_none() && Instant::now() < deadline {
         sleep(Duration::from_millis(20));
     }
-    // Sends what Ctrl-C sends. The process may have ended already.
+    // If the second service still runs, SIGINT ends it like Ctrl-C, so that this function returns.
     signal_pid(second.id(), Signal::INT);
     let output = second.wait_with_output().unwrap();
     (output.status.code(), text(&output))

@@ -127,8 +127,8 @@ fn tree(root: &Path) -> Vec<String> {
     found
 }
 
-/// At boot and at an installation, root becomes the owner of the pipe directory in /tmp, even if a user has made it. Files with
-/// the immutable flag from before a power failure can be removed.
+/// At boot and at an installation, root becomes the owner of the pipe directory in /tmp, even if a user has made it.
+/// Directories that still have the immutable flag after a power failure lose the flag, so that they can be removed.
 #[test]
 fn the_directory_in_tmp_is_made_root_s() {
     if !root_or_skip("the_directory_in_tmp_is_made_root_s") {

@@ -15,7 +15,8 @@ struct BindingEntry<'a> {
     control_group: Cow<'a, str>,
     inode: u64,
     slices: Vec<String>,
-    /// True if the service made the binding from the host agent's records. False if root made the binding with `Bind`.
+    /// True if the service made the binding from the records of Cloudpods's host agent. False if root made the binding with
+    /// `Bind`.
     #[serde(default)]
     by_platform: bool,
     label: Cow<'a, str>,

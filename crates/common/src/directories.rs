@@ -107,9 +107,9 @@ pub fn clear_place(
     Ok(())
 }
 
-/// Renames a directory in this pipe directory that has the name of the control daemon's FIFO. The service may have made such a
-/// directory as the log directory of an earlier configuration. While the directory has this name, the control daemon can't make
-/// the FIFO. Returns a message if a directory was renamed.
+/// If a directory with the name of the control daemon's FIFO is in this pipe directory, renames that directory. The service may
+/// have made that directory as the log directory of an earlier configuration. While that directory has this name, the control
+/// daemon can't make the FIFO. Returns a message if a directory was renamed.
 pub fn free_place_of_fifo(directory: &Path) -> Result<Option<String>, BadDirectory> {
     let path = directory.join(LOG_FIFO);
     let Some(there) = walk(directory, false)? else { return Ok(None) };
@@ -223,9 +223,10 @@ fn read_only(path: &Path) -> Problem {
     )
 }
 
-/// The directory that the service's unit must make writable with `ReadWritePaths=`, so that the service can write in `path`:
-/// the parent of the configured directory. Each directory in `ReadWritePaths=` becomes its own mount, and hard links between
-/// different mounts are impossible.
+/// The directory that the service's unit must make writable with `ReadWritePaths=`, so that the service can write in `path`.
+/// Usually this directory is the parent of the configured directory, so that the pipe directory and the private directory next
+/// to it are on one mount: each directory in `ReadWritePaths=` becomes its own mount, and hard links between different mounts
+/// are impossible.
 pub fn to_be_writable(path: &Path) -> &Path {
     let is_below = |path: &&Path| {
         let name = path.file_name().unwrap_or_default().to_string_lossy();

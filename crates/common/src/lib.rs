@@ -1,13 +1,14 @@
 //! All code that the service and its tools share: the host, its configuration, the plan, the values that the service publishes,
-//! and the access to these values over D-Bus. No code in this crate starts a process or sends a signal to a process.
+//! and the access to these values over D-Bus. No code in this crate starts a process or sends a signal to a process. Each
+//! module has a floor, and uses only modules on lower floors.
 //!
 //! | floor | module | its job |
 //! |---|---|---|
 //! | 7 | `check` | the plan of a configuration, or its mistakes; the changes that a reload would make |
 //! | 6 | `bus` | the service on D-Bus: the dictionaries of its answers, and the questions to it |
-//! | 5 | `published` | the Snapshot, and everything that is made from it: container settings, CDI spec |
+//! | 5 | `published` | the Snapshot with all published values, and everything that is made from the Snapshot: container settings, CDI spec |
 //! | 5 | `state_file` | the content of the state file |
-//! | 4 | `membership` | the slices that a process has: by its control group, its mounts, the platform's records or its environment |
+//! | 4 | `membership` | the slices that a process has: by its control group, its mounts, the records of Cloudpods's host agent or its environment |
 //! | 4 | `directories` | directories and files that no other user can have replaced |
 //! | 3 | `plan` | from configuration and inventory to the plan; pure |
 //! | 2 | `config` | the configuration files |

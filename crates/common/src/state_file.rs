@@ -33,7 +33,8 @@ pub struct Running {
     #[serde(default)]
     pub slice_directories: Option<PathBuf>,
     pub log_directory: PathBuf,
-    /// The UUIDs of the control daemon's GPUs. The position of a UUID in the list is the GPU's ordinal.
+    /// The UUIDs of the control daemon's GPUs. The position of a UUID in the list is the number that the control daemon's log
+    /// and commands give to the GPU.
     pub gpus: Vec<String>,
     /// The names of the control daemon's GPUs, by UUID. The configuration alone does not suffice, since a running control
     /// daemon may have a GPU that the configuration does not name any more.

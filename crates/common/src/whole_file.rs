@@ -33,8 +33,9 @@ pub fn write_new(path: &Path, bytes: &[u8]) -> io::Result<()> {
     synced.inspect_err(|_| _ = fs::remove_file(path))
 }
 
-/// Writes the content to a new file with a temporary name, which is removed when the returned value is dropped. The name ends
-/// with `.new`, since container runtimes and metrics collectors read only files with certain other suffixes.
+/// Writes the content to a new file with a temporary name. The file is removed when the returned value is dropped. The name
+/// ends with `.new`, so that container runtimes and metrics collectors do not read the unfinished file: they read only files
+/// with certain other suffixes.
 fn unfinished(path: &Path, parts: &[&[u8]]) -> io::Result<NamedTempFile> {
     // An error of the library `tempfile` contains the random name. A caller that reports an error only when its text changes
     // would report the error each time. So `File::create_new` opens the file.

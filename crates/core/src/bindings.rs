@@ -1,8 +1,8 @@
 //! Bindings: the slices to which control groups are bound, before or while their programs run.
 //!
 //! A process has the slices of the binding of its own control group. If this control group is not bound, the nearest bound
-//! ancestor decides. Without sharing, a slice belongs to only one binding. Control groups inside one another, and control
-//! groups of one pod, belong to one tenant, so their bindings do not exclude each other.
+//! ancestor decides. Without sharing, all bindings of a slice belong to one tenant. Control groups inside one another, and
+//! control groups of one pod, belong to one tenant, so their bindings do not exclude each other.
 //!
 //! A binding ends when its control group is removed. In Kubernetes, a binding ends only with the pod, since the kubelet gives
 //! slices to pods and restarts a container with the same slice. A control group without processes may still get its first
@@ -22,7 +22,8 @@ use crate::terms::SliceId;
 /// The seconds that a binding waits for the first process of its control group.
 pub const FIRST_PROCESS: u64 = 60;
 
-/// The most bindings of a host. A GPU has at most 60 clients, and a host has at most 16 GPUs.
+/// The most bindings of a host. Without a bound, the state file could become too large. A host with 16 GPUs, each with 60
+/// clients in control groups of their own, needs only 960 bindings.
 const MOST: usize = 4096;
 
 /// The most bytes of one binding in the state file. Without a bound, the state file could become too large for the service to
@@ -56,7 +57,7 @@ pub enum GroupUse {
 /// The authority that has made a binding. Of two variants, the later has more authority.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub enum BoundBy {
-    /// The host agent's records name the slice, or name a GPU on which the service has chosen a free slice.
+    /// The records of the platform's host agent name the slice, or name a GPU on which the service has chosen a free slice.
     Platform,
     Root,
 }
@@ -251,9 +252,9 @@ impl Bindings {
         Ok(())
     }
 
-    /// Ends the bindings of wanted slices that make way for the control group at `path`, and returns these bindings. A binding
-    /// makes way if [`Binding::gives_way`] allows it. A binding of the same pod makes way if its container has ended, so that
-    /// the pod's next container gets the slice.
+    /// Ends each binding that has a wanted slice and makes way for the control group at `path`, and returns these bindings. A
+    /// binding makes way if [`Binding::gives_way`] returns true. A binding of the same pod makes way if its container has
+    /// ended, so that the pod's next container gets the slice.
     pub fn make_way(
         &mut self,
         path: &str,
@@ -313,7 +314,7 @@ impl Bindings {
         around.max_by_key(|one| one.group.path.len())
     }
 
-    /// A shared slice has several bindings.
+    /// The bindings of each slice. A slice can have several bindings: of one tenant, or of tenants that share the slice.
     pub fn by_slice(&self) -> BTreeMap<&SliceId, Vec<&Binding>> {
         let mut all: BTreeMap<&SliceId, Vec<&Binding>> = BTreeMap::new();
         for one in self.iter() {

@@ -194,8 +194,9 @@ impl<P: Clone + PartialEq> Core<P> {
         self.serving().flat_map(|(id, _)| self.held(id)).collect()
     }
 
-    /// True if a control daemon is about to start or to get one more GPU. The control daemons that still have these GPUs must
-    /// be about to end now. `view` returns the view of a control daemon that has a supervisor.
+    /// True if a control daemon is about to start or to get one more GPU. A control daemon is about to start if each control
+    /// daemon that still has one of its GPUs is about to end. A running control daemon is about to get a GPU if the control
+    /// daemon that still has the GPU is about to end. `view` returns the view of a control daemon that has a supervisor.
     pub fn is_starting<'v>(&self, view: impl Fn(&DaemonId) -> Option<&'v DaemonView>) -> bool {
         // A control daemon of the state file that has no supervisor keeps its GPUs at least until the next plan, so it is not
         // about to end now.

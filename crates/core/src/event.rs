@@ -110,7 +110,7 @@ pub enum RunUse {
     Gone,
     Idle,
     /// The control daemon has no client, but programs without MPS prevent the start of its server. The core does not end the
-    /// control daemon, since more programs without MPS could start without it.
+    /// control daemon, since a program that finds no control daemon runs without MPS too.
     KeptOut,
     /// The control daemon has clients, or the service can't find out if it has clients.
     Clients,

@@ -131,9 +131,9 @@ struct Pursued {
 }
 
 impl KernelLimits {
-    /// Sets the goals. A limit without a goal is removed. A refused limit is tried again, since a change of the goals often
-    /// removes the reason for the refusal. If goals were only added, no refused limit is tried again, since a host may have
-    /// thousands of limits.
+    /// Sets the goals. For a limit that no longer has a goal, the new goal is to remove the limit from the kernel. A refused
+    /// limit is tried again, since a change of the goals often removes the reason for the refusal. If goals were only added, no
+    /// refused limit is tried again, since a host may have thousands of limits.
     pub fn pursue(&mut self, goals: &BTreeMap<LimitedGroup, LimitGoal>, now: CoreTime) {
         let mut known = self.0.iter().peekable();
         let mut is_new = |goal: &(&LimitedGroup, &LimitGoal)| {

@@ -24,9 +24,9 @@
 //! | `serve/` | serving: limits, servers, faults, the health check |
 //! | `tenants/` | the end of clients' work on request and for a budget |
 //! | `register/` | who the clients are, with which slices |
-//! | `rate_limit.rs` | how often a message is repeated |
+//! | `rate_limit.rs` | how many log messages may be written in a period |
 //! | `view.rs` | the view of a control daemon, which the service publishes |
-//! | `mps.rs` | the words of control daemons |
+//! | `mps.rs` | the answers of control daemons, and the lines in their logs |
 //! | `modes.rs` | the compute modes that are put back |
 //! | `driver.rs` | the driver in force, and how readings of the host change it |
 //! | `configured.rs` | the GPUs that a configuration names |

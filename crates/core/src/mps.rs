@@ -112,7 +112,7 @@ pub struct Limits {
     pub thread_percentage: u8,
     /// The memory limits in MiB, by the GPU's position in the control daemon's list of GPUs.
     pub memory_mib: BTreeMap<usize, u64>,
-    /// The positions of the GPUs that enforce limits. Servers write limits to the log only for these GPUs.
+    /// The positions of the GPUs on which MPS enforces limits. Servers write limits to the log only for these GPUs.
     pub enforced: BTreeSet<usize>,
 }
 

@@ -559,8 +559,8 @@ const DEFECTS: &[Defect] = &[
     (
         "the search for old links counts as done before the socket is known",
         "links/mod.rs",
-        "!is_there || self.socket.is_none();",
-        "!is_there || (self.socket.is_none() && !PUT_BACK);",
+        "!is_complete || self.socket.is_none();",
+        "!is_complete || (self.socket.is_none() && !PUT_BACK);",
         "",
     ),
     (

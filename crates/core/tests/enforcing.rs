@@ -32,8 +32,8 @@ fn the_newest_go_until_the_rest_fits() {
     assert_eq!(asked, [4, 3]);
     assert_eq!(states(&victims), [(4, VictimState::Ended), (3, VictimState::Ended)]);
     assert_eq!((victims[0].slice, broken_off), (SLICE, None));
-    // After the work of a client was ended, the client stays in the control daemon's list until its next call of CUDA. It does
-    // not count for the budget any more.
+    // After the work of a client was ended, the client stays in the control daemon's list until its next call of CUDA. The
+    // client does not count for the budget any more.
     later(&mut story, 5);
     assert_eq!(story.attempt().0, [0; 0]);
     // The work of client 3 was ended. Now client 3 connects again and starts work.

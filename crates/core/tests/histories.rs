@@ -104,8 +104,8 @@ fn story(seed: u64) -> String {
     format!("{why}\n{} steps:\n{story}", steps.len())
 }
 
-/// The promises hold in the scripts that another test also tries on a simulated host. Each kind of step occurs in these
-/// scripts.
+/// The promises hold in the scripts that `tests/it/histories.rs` also plays on a simulated host with real programs. Each kind
+/// of step occurs in these scripts.
 #[test]
 fn scripts_try_every_kind_of_deed() {
     let play = |seed| {

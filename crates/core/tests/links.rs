@@ -371,7 +371,8 @@ fn other_directories_are_searched_until_no_link_can_be_left_there() {
     disk.stuck.clear();
     links.apply(&mut disk, &nobody()).unwrap();
     assert_eq!(disk.leading_to_ours(), ["pipe", "s-0", "s-1"]);
-    // No other program makes links in the directories of slices, so the next passes look only at the slices of the order.
+    // The service assumes that no other program makes links in the directories of slices. After a complete search, the passes
+    // therefore look only at the slices of the order, and the link of `s-8` stays until the next search.
     disk.others_lead("s-8", OURS);
     links.apply(&mut disk, &nobody()).unwrap();
     assert_eq!(disk.leading_to_ours(), ["pipe", "s-0", "s-1", "s-8"]);
@@ -559,8 +560,8 @@ fn the_next_one_of_the_same_order_finds_its_directories_kept() {
     assert_eq!(links.take_events().0, [Way::Pipe].into(), "its news are told after its end");
     links.apply(&mut disk, &nobody()).unwrap();
     assert_eq!(links.missing(), &missing(None, &[]), "nobody runs");
-    // The next control daemon gets its limits before it gets links. Links to the former control daemon do not count for the
-    // next control daemon.
+    // The next control daemon has its limits, so all links turn from the waiting socket to its socket. A link that is missing
+    // at this moment is made like the other links, and is not reported as removed by another program.
     links.lead(linked(), &retiring());
     disk.pipes.clear();
     links.apply(&mut disk, &nobody()).unwrap();

@@ -1,7 +1,8 @@
 //! yunion-mps-device-plugin: offers the slices of a Kubernetes node to the kubelet. The program knows the slices only from the
 //! service, which it asks over D-Bus.
 //!
-//! All decisions are pure functions of the service's list of slices. `plugin` carries out the decisions.
+//! All decisions are pure functions of the service's list of slices. `plugin` carries out the decisions. A module uses only
+//! modules on lower floors.
 //!
 //! | floor | module | its job |
 //! |---|---|---|

@@ -1,8 +1,9 @@
 //! The names of resources, which follow from the sizes of slices. All functions are pure. docs/kubernetes.md explains the rule.
 //!
-//! `mps-20gib` stands for slices with 20 GiB of memory, rounded down. `mps-512mib` stands for slices with less than 1 GiB. The
-//! memory is rounded, since an equal share of a GPU is an odd number of MiB, which differs between drivers. The name depends on
-//! one slice alone. If the name depended on other slices, the name could change while a pod has the slice.
+//! `mps-20gib` stands for slices with 20 GiB of memory, rounded down. `mps-512mib` stands for slices with 512 MiB: below 1 GiB,
+//! the name has the exact memory in MiB. A memory of 1 GiB or more is rounded, since an equal share of a GPU is seldom a whole
+//! number of GiB, and the number of MiB differs between drivers. The name depends on one slice alone. If the name depended on
+//! other slices, the name could change while a pod has the slice.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::ops::RangeInclusive;

@@ -2,8 +2,9 @@
 //!
 //! The kubelet uses the health of a device for two decisions: a pod may get a healthy device, and a pod with a healthy device
 //! may go on. A kubelet that starts ends each pod that has an unhealthy device and an init container that has ended. So a slice
-//! of a pod is healthy as long as the slice is served, even if the slice is drained. The kubelet gives the slice to no other
-//! pod. A slice with an owner outside of Kubernetes is unhealthy, since the kubelet does not know this owner.
+//! of a pod is healthy as long as the slice is served, even if the slice is drained. The slice stays drained for other pods,
+//! since the kubelet gives a slice to no other pod while a pod has the slice. A slice with an owner outside of Kubernetes is
+//! unhealthy, since the kubelet does not know this owner.
 
 use std::collections::BTreeMap;
 

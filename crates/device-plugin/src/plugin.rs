@@ -219,8 +219,8 @@ impl Plugin {
         Ok(())
     }
 
-    /// Registers each resource if this kubelet does not read the resource's devices. Returns the number of resources with
-    /// devices that the kubelet reads.
+    /// Registers each resource with the kubelet, unless the kubelet reads the resource's list of devices already, or the last
+    /// registration is pending or recent. Returns the number of resources with lists that the kubelet reads.
     fn register(&mut self, kubelet: Option<SocketFile>) -> usize {
         let Some(kubelet) = kubelet else {
             let directory = self.directory.display();
@@ -272,8 +272,9 @@ impl Plugin {
             Ok(()) => {
                 resource.registration = Registration::Accepted(kubelet, Instant::now());
                 self.manner.counters.count(name, REGISTRATIONS);
-                // If the kubelet accepts registrations but never reads the list of devices, a warning reports the problem. Then
-                // a registration is not logged as a success.
+                // If the kubelet never reads the list of devices, the plugin registers the resource again and again, and a
+                // warning of the kind `listener` reports the problem. Then an accepted registration is no success, and is not
+                // logged.
                 if !self.said.contains_key("listener") {
                     tracing::info!("{name}: registered with the kubelet");
                 }

@@ -54,7 +54,8 @@ pub(crate) struct Manner {
     pub(crate) service: watch::Receiver<ServiceView>,
 }
 
-/// The state of a resource's registration. The `SocketFile` identifies the kubelet, since each kubelet makes a new socket.
+/// The state of a resource's registration. The `SocketFile` identifies the start of the kubelet to which the state belongs,
+/// since the kubelet makes a new socket at each start.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Registration {
     Missing,

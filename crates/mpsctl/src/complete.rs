@@ -27,7 +27,8 @@ pub(super) fn complete_words(arguments: &[OsString], out: &mut dyn Write) -> Opt
     let here = std::env::current_dir().ok();
     let found = complete(&mut super::command(), words.to_vec(), last, here.as_deref());
     for candidate in found.unwrap_or_default() {
-        // A file name may contain any character. A name that does not fit on one line is skipped.
+        // A file name may contain any character. A name with a line break or another unprintable character is skipped, since
+        // each line of the output has one word.
         let Some(word) = candidate.get_value().to_str().filter(|word| !word.contains(is_unprintable)) else {
             continue;
         };

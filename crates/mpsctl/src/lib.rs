@@ -555,8 +555,8 @@ fn run_command(command: Command, out: &mut dyn Write) -> Result<u8> {
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build();
     runtime.map_err(|error| Error::System("start", error))?.block_on(async {
         match execute(command, out).await {
-            // A unit that has failed because of a wrong configuration would fail again at the next start. So the error contains
-            // the reason that systemd knows.
+            // The message of this error advises the user to start the service. A unit that has failed because of a wrong
+            // configuration would fail again. So the new error has the reason that systemd knows, and a remedy.
             Err(Error::Bus(BusError::NotRunning)) => Err(match doctor::why_not_running().await {
                 Some(reason) => Error::NotRunning(reason),
                 None => BusError::NotRunning.into(),

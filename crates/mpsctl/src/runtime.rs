@@ -48,8 +48,8 @@ pub fn stands_before(own_name: &OsStr) -> Option<&OsStr> {
 }
 
 /// Executes the wrapped runtime with `arguments`. If the runtime is to send a signal that may end programs, the service first
-/// ends their GPU work. A runtime that sends a signal may run as a child process, and the result is its exit status. In all
-/// other cases the runtime replaces this process.
+/// ends their GPU work. If the container has a first process, the runtime then runs as a child process, and the result is the
+/// runtime's exit status. In all other cases the runtime replaces this process.
 ///
 /// # Errors
 /// The runtime can't be executed.

@@ -39,7 +39,7 @@ pub(super) struct Screen {
 
 impl Screen {
     /// Shows exactly these lines, and puts the cursor behind the last line. Unchanged lines are not written again, since a
-    /// serial line needs a second for a whole screen.
+    /// serial console needs a second for a whole screen.
     pub(super) fn draw(&mut self, lines: Vec<String>, out: &mut dyn Write) -> io::Result<()> {
         let size = size();
         // The terminal must not wrap lines. The terminal may count the columns of a text differently than this program, and a

@@ -1,8 +1,8 @@
 //! Sets and reads the memory limit of a control group on a GPU, by NVML's functions `nvmlDeviceSetMemoryLimits_v1` and
 //! `nvmlDeviceGetMemoryLimits_v1` of driver 615 (`nvml.h` of CUDA 13.4).
 //!
-//! Only the hard limit is set. The soft limit reserves memory. After the control group is removed, its ancestors would still
-//! have the reservation.
+//! Only the hard limit is set. The soft limit would reserve memory, and the ancestors of the control group would keep the
+//! reservation after the control group is removed.
 
 use std::ffi::{CStr, CString, c_char, c_uint, c_ulonglong, c_void};
 use std::os::unix::ffi::OsStrExt;

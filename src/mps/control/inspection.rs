@@ -14,7 +14,8 @@ use super::answers::parse_status;
 const SHOWN_CHARACTERS: usize = 40;
 
 /// The servers with limits to read: the PIDs in `at`, and None for servers that are started later. Each server comes with its
-/// wanted memory limits, in MiB by the ordinals of the GPUs. A running server reports only limits that it enforces.
+/// wanted memory limits, in MiB by the ordinals of the GPUs. A running server reports only limits that it enforces, so only
+/// these limits are read from it.
 fn asked(at: &[u32], limits: Option<&Limits>) -> Vec<(Option<u32>, BTreeMap<usize, u64>)> {
     let Some(limits) = limits else { return vec![(None, BTreeMap::new())] };
     let mut enforced = limits.memory_mib.clone();

@@ -119,9 +119,9 @@ impl Control {
         Ok(self.inspect(&[server], None).await?.status(server))
     }
 
-    /// Asks a control daemon in one conversation for all servers, for the statuses of the servers in `at`, and for limits. The
-    /// result has only the limits that differ from `limits`, for these servers and for servers that are started later. A server
-    /// that has ended is not compared. Memory limits are compared in whole GiB.
+    /// Asks a control daemon in one conversation for all servers, for the statuses of the servers in `at`, and for the limits
+    /// of these servers and of servers that are started later. Of the limits, the result has only those that differ from
+    /// `limits`. A server that has ended is not compared. Memory limits are compared in whole GiB.
     pub(crate) async fn inspect(
         &self,
         at: &[u32],
@@ -200,7 +200,7 @@ impl Control {
     }
 
     /// The PID of the process that listens in the pipe directory, see [`listener`]. None while the service itself listens there
-    /// with its waiting socket.
+    /// with its waiting socket, which `waiting.rs` explains.
     pub(crate) fn daemon_pid(&self) -> Option<u32> {
         listener(&self.pipe_directory).filter(|pid| *pid != std::process::id())
     }

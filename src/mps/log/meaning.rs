@@ -5,7 +5,7 @@ use mps_core::mps::Meaning;
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct Line {
     pub writer: Option<Writer>,
-    /// The text after the prefix.
+    /// The line without its prefix, which has the time and the writer.
     pub text: String,
     pub meaning: Meaning,
 }

@@ -294,7 +294,7 @@ unsafe extern "C" fn nvmlSystemGetCudaDriverVersion_v2(version: *mut c_int) -> R
 
 #[unsafe(no_mangle)]
 unsafe extern "C" fn nvmlSystemGetCudaDriverVersion(version: *mut c_int) -> Return {
-    // SAFETY: nvmlSystemGetCudaDriverVersion is the older name of nvmlSystemGetCudaDriverVersion_v2.
+    // SAFETY: the caller keeps the rules of nvmlSystemGetCudaDriverVersion_v2, since both functions have the same rules.
     unsafe { nvmlSystemGetCudaDriverVersion_v2(version) }
 }
 

@@ -22,7 +22,7 @@ use super::{Dice, GPUS, World};
 const GROUPS: [&str; 4] = ["/a", "/b", "/a/c", FORGED];
 const FORGED: &str = "/u/b";
 
-/// The name of the container for which the host agent's records name every GPU, but no slice.
+/// The name of the container for which the records of Cloudpods' host agent name every GPU, but no slice.
 const RECORDED: &str = "b";
 
 #[derive(Debug, Default)]
@@ -101,8 +101,8 @@ pub(crate) fn known_slices(bindings: &Bindings, client: &SimClient) -> Option<Me
     counts.then(|| Membership { slices: vec![DeviceName::Slice(*slice)], known_by })
 }
 
-/// Returns the binding of the control group `path` or of the nearest control group above it. The function uses no code of the
-/// core, since the checks compare the core's answer with its result.
+/// Returns the binding of the control group `path` or of the nearest control group above it. The checks compare the result with
+/// the core's answer, so this function uses no code of the core.
 fn nearest_in_truth<'b>(bindings: &'b Bindings, path: &str) -> Option<&'b Binding> {
     let above = bindings.iter().filter(|one| is_in(path, &one.group.path));
     above.max_by_key(|one| one.group.path.len())

@@ -91,8 +91,8 @@ impl SimWatch {
     }
 }
 
-/// Returns the budgets of a GPU's slices under an order with this payload. If `may_terminate` is false, the service ends no
-/// client for a budget.
+/// Computes the budgets of a GPU's slices from the payload of an order, a number that stands for the configured limits. If
+/// `may_terminate` is false, the service ends no client for a budget.
 pub(crate) fn budgets_of(payload: u32, may_terminate: bool) -> SliceBudgets {
     let budget = |slice: u32| SliceSize {
         memory_mib: size_of(payload, slice),
@@ -119,8 +119,8 @@ impl World {
     }
 
     pub(crate) fn keep_budgets(&mut self) {
-        // A script also runs on a simulated host, where the service only reports overuse. So the service of a scripted world
-        // ends no client for a budget, either.
+        // `is_calm` is true in scripts (`scripted.rs`). `tests/it/histories.rs` repeats each script on a simulated host, where
+        // the service only reports overuse. So the service of the world must not end clients for a budget in a script, either.
         let may_terminate = !self.is_calm;
         let mut wanted = BTreeMap::new();
         for order in &self.demand.orders {

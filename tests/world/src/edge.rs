@@ -197,7 +197,8 @@ pub(crate) fn check_what_is_ready_takes_clients(mps: &Mps) {
 
 /// Checks the promise `programs-wait-for-a-server`: the service releases the waiting programs only when a server has the
 /// GPUs. Programs that are released too early run without MPS, and then no server can start. The check is skipped if the
-/// server may have ended without the service's knowledge.
+/// server may have ended without the service's knowledge. The check is also skipped if the control daemon serves one user at a
+/// time, since its server starts only with the first client.
 fn check_programs_wait_for_a_server(mps: &Mps) {
     let is_known = mps.is_alive && mps.reader.ended.is_empty() && mps.reader.position == mps.log.len();
     assert!(
@@ -486,8 +487,8 @@ impl Shell for SimShell {
         !self.lock().is_alive
     }
 
-    /// This function does not wait for a turn: a client that connected during the wait, between the service's last list of
-    /// clients and the signal, would lose its work.
+    /// The real service sends the signal at once, so this function does not wait for a turn. During such a wait a client could
+    /// connect after the service has listed the clients for the last time, and the signal would end the client's work.
     async fn end_by_signal(&mut self, may_end: Permit) -> bool {
         let mut mps = self.lock();
         mps.note(format_args!("signal ({:?})", may_end.cause()));

@@ -36,11 +36,11 @@ pub(crate) struct Facts {
     /// The time until which the attempt to end clients waits. `None` if the attempt does not wait.
     pub(crate) waits_until: Option<Duration>,
     budgets: Option<SliceBudgets>,
-    /// The clients that ran before the service began, or before the budgets became smaller. The service must not end them for
-    /// the budget.
+    /// The clients that ran before the service began, before a budget became smaller, or before the configuration let the
+    /// service end clients for budgets. The service must not end these clients for a budget.
     before: BTreeSet<ProcessId>,
-    /// True until the service first lists the clients after its start, or after a budget became smaller. The service may spare
-    /// all clients of this first list, since it can't know which clients have just come.
+    /// True until the service first lists the clients after its start, or after the service has put new clients into `before`.
+    /// The service may spare all clients of this first list, since it can't know which clients have just come.
     is_unseen: bool,
     may_be_spared: BTreeSet<ProcessId>,
     seen: Vec<Program>,

@@ -1,4 +1,5 @@
-//! Simulates the driver and NVML of the host: the lists of GPUs that the service gets from them, and GPUs that fall off the bus.
+//! Simulates the driver and NVML of the host: the lists of GPUs that the service gets from NVML, and GPUs that fall off the
+//! bus.
 
 use std::collections::BTreeSet;
 use std::time::Duration;

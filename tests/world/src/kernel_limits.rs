@@ -43,7 +43,8 @@ pub(crate) struct SimKernelLimits {
     wanted: GroupLimits,
 }
 
-/// Decides from the payload if the configuration wants limits in the kernel. A reload can change the answer while programs run.
+/// Decides from the payload of an order, a number that stands for the configured limits, if the configuration wants limits in
+/// the kernel. A reload can change the answer while programs run.
 fn are_wanted(payload: u32) -> bool {
     payload % 5 != 4
 }
@@ -232,7 +233,7 @@ impl World {
     }
 
     /// Checks the promise `limits-go-with-bindings`: at the end of a history the kernel has each limit that follows from the
-    /// bindings, except for limits that it refuses. The kernel has no other limit of the service.
+    /// bindings and the configuration, except for limits that the kernel refuses. The kernel has no other limit of the service.
     pub(crate) fn check_limits_go_with_bindings(&self) {
         let wanted = limits(self.bindings.registry(), |slice| self.memory_of(slice));
         for (place, limit) in &wanted {

@@ -148,7 +148,7 @@ struct Task {
 
 struct Service {
     core: Core<u32>,
-    /// The driver that the service has opened, by the number of its load. `None` while the service has no driver.
+    /// The value of `SimNvml::loads` at the time when the service opened the driver. `None` while the service has no driver.
     driver: Option<u32>,
     /// True once the service has a plan: NVML has listed the GPUs, or MPS is disabled.
     has_plan: bool,
@@ -175,7 +175,7 @@ struct Service {
     spared: BTreeSet<DaemonId>,
     /// The last orders of these control daemons say that the service sets no compute modes.
     without_modes: BTreeSet<DaemonId>,
-    /// The control daemons that the service has not been able to end after it was told to stop.
+    /// The control daemons that the service could not end after the service was asked to stop.
     not_ended: BTreeSet<DaemonId>,
 }
 

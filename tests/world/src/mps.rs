@@ -406,8 +406,8 @@ impl Mps {
 
     /// The control daemon ends, with all its servers. `cause` is `None` if the end is an accident.
     ///
-    /// Before the service ends a control daemon, it must remove the links of slices to the control daemon. Otherwise a program
-    /// that has just connected finds no control daemon, and runs without MPS.
+    /// If the service ends the control daemon because it has no client (`Cause::Unused`), no link of a slice may lead there any
+    /// more. Otherwise a program can connect just before the end, and lose the control daemon.
     pub fn end(&mut self, cause: Option<Cause>) {
         let has_connected = |(_, what): &(Duration, Later)| matches!(what, Later::IsAdmitted(_));
         let is_reached = !self.is_hung() && self.listener() == Some(self.pid);

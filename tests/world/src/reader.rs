@@ -30,7 +30,8 @@ pub(crate) enum Waits {
     Event { until: Duration, takes_requests: bool },
 }
 
-/// The view of a control daemon that the service publishes, from the first act about the control daemon to its release.
+/// The view of a control daemon that the service publishes, from the first act about the control daemon until the core's act
+/// `Release`.
 #[derive(Debug, Clone, Default)]
 pub struct Shown {
     pub view: DaemonView,

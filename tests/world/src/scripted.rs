@@ -1,5 +1,6 @@
-//! Scripts: short histories of acts of users and accidents. Nothing else goes wrong in the world of a script. So a test can
-//! repeat the script on a simulated host, and must have the same result.
+//! Scripts: short histories of acts of users and accidents. Nothing else goes wrong in the world of a script. So the test
+//! `tests/it/histories.rs` can repeat the script with the real service on a simulated host (`tests/sim`). After each step the
+//! world and the simulated host must show the same state.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;

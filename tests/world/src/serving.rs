@@ -78,8 +78,8 @@ pub(crate) fn percentage_of(payload: u32) -> u8 {
 
 const LARGEST: u32 = 1;
 
-/// Returns the memory of a slice in MiB under an order with this payload. If the payload is odd, the slices of a GPU differ in
-/// size.
+/// Computes the memory of a slice in MiB from the payload of an order, a number that stands for the configured limits. If the
+/// payload is odd, the slices of a GPU differ in size.
 pub(crate) fn size_of(payload: u32, slice: u32) -> u64 {
     1024 * u64::from(1 + payload % 7) - 256 * u64::from((LARGEST - slice) * (payload % 2))
 }

@@ -1,6 +1,6 @@
 //! Stories: tests with one control daemon on a simulated host. Nothing goes wrong on the host except the troubles that the
-//! story names. The service's real code serves the control daemon, and the story records its questions, messages and published
-//! states.
+//! story names. The service's real code serves the control daemon, and the story records the service's questions, messages and
+//! published states.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;

@@ -46,7 +46,7 @@ pub enum SliceKnownBy {
 pub struct Tenant {
     /// A number that no other process ever has, although another process may later have the same PID.
     pub(crate) process: u32,
-    /// The user of the process, and the users for whom the process works.
+    /// The real user of the process, and the other users whose ids give rights to the process.
     pub users: Vec<u32>,
     /// The ids of the containers in which the process runs. The value is true if the host's own container runtime has made the
     /// container.
@@ -62,8 +62,8 @@ pub struct Tenant {
     pub handles_signals: bool,
 }
 
-/// The PIDs of first processes of containers that are no clients, and the effect on each process of a signal that asks a
-/// program to end.
+/// Processes that are the first processes of their containers, and no clients: the PID of each process, and the effect on the
+/// process of a signal that asks a program to end.
 const FIRST_PROCESSES: [(u32, Reception); 3] =
     [(1, Reception::Handled), (2, Reception::Ignored), (3, Reception::Fatal)];
 

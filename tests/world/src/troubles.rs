@@ -141,8 +141,8 @@ impl World {
         self.add_to_story(|| format!("somebody asks {id} for {request:?}"));
     }
 
-    /// An administrator makes a change by force, if the service has answered that the change needs force because it does not
-    /// know the clients.
+    /// An administrator makes a change by force, if the service has answered that the change needs force because the service
+    /// does not know the clients.
     pub(crate) fn force_if_clients_are_unknown(&mut self) {
         for watched in self.service.iter().flat_map(|service| service.watched.values()) {
             let mps = &mut *watched.mps.lock().unwrap();

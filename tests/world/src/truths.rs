@@ -1,69 +1,74 @@
 //! The promises of the core. An assertion begins with the name of its promise. `scripts/promises.py` writes these words into
 //! docs/architecture.md.
 //!
-//! * work-is-safe: a control daemon ends with its clients only for a stop for good, MPS disabled, or `--force`; a
-//!   server after a fault only with clients that were hit; a client for a budget only if it is one of the newest of
-//!   a slice of one tenant, the rest does not fit, the client has come since the budget is so small, and no other
-//!   client of its slice may have lost its work already
-//! * the-door-is-closed-first: when a control daemon is asked to end since it has no client, no way leads to it,
-//!   and it knows of every program that has connected; no program gets error 805
-//! * programs-wait-for-a-server: programs that came while the door was closed begin once a server has the GPUs, and
-//!   not before
-//! * given-up-is-not-done: no work ends for an `apply --force` after its asker was told that there was no answer
-//! * limits-are-in-force: a control daemon that is shown as ready has the limits of its order, unless others have
-//!   just changed them
-//! * what-is-ready-takes-clients: no server of a control daemon that is shown as ready has a fatal GPU error that
-//!   the log has told of
+//! * work-is-safe: a control daemon ends together with its clients only for a stop for good, if MPS is disabled, or for
+//!   `--force`; a server with a fatal GPU error ends only with clients that the error has hit; a client ends for the
+//!   budget of its slice only if the slice belongs to one tenant, the client is newer than the clients that stay, the
+//!   budget is exceeded without the client's end, the client has come since the budget got this small, and no other
+//!   client of the slice may have lost its work already
+//! * the-door-is-closed-first: when the service asks a control daemon without clients to end, no link leads to the
+//!   control daemon, and the control daemon has noticed every program that has connected; no program gets CUDA error 805
+//! * programs-wait-for-a-server: programs that come while the links point to the waiting socket begin once a server has
+//!   the GPUs, and not before
+//! * given-up-is-not-done: the service ends no work for an `apply --force` after the caller got the answer that the
+//!   request timed out
+//! * limits-are-in-force: a control daemon that is shown as ready has the limits of its order, unless another program has
+//!   changed the limits since the last check
+//! * what-is-ready-takes-clients: no server of a control daemon that is shown as ready has a fatal GPU error that the
+//!   service has read in the log
 //! * the-view-is-true: a control daemon that is shown as serving a GPU has the GPU, with the limits of its order, unless
 //!   something has happened that the service can't know yet
-//! * ready-comes: a service to which nothing happens says within four minutes that it is ready, however long its troubles
-//!   last: each order is in force, or the view has the reason why it is not
+//! * ready-comes: if nothing happens for four minutes, the service says that it is ready, however long its troubles last:
+//!   each order is in force, or the view has the reason why the order is not in force
 //! * the-view-settles: on a host without events nothing in the view of a control daemon changes
 //! * who-was-hit-is-told: each client that was hit by a fatal GPU error is reported once, and no other client
-//! * everybody-is-known: a client has its tenant and its slice from its first line in the log until its end was told,
-//!   in all that names it, and is never taken for another that had its PID; the register has the clients of each
-//!   control daemon, also those whose lines got lost
-//! * ours-are-no-strangers: no server or client of ours is called a bypass
-//! * one-has-a-gpu: no two control daemons of ours have one GPU, unless both take turns on it
-//! * who-runs-is-written-down: each control daemon of ours that runs is in the state file, once
+//! * everybody-is-known: each message about a client names its tenant and its slice, from its first line in the log to
+//!   the report of its end, and never those of another process with the same PID; the register has all clients of each
+//!   control daemon, even clients with lost log lines
+//! * ours-are-no-strangers: no server or client of the service is called a bypass
+//! * one-has-a-gpu: no two control daemons of the service have one GPU, unless the control daemons take turns on the GPU
+//! * who-runs-is-written-down: each running control daemon of the service is in the state file, once
 //! * only-the-wanted-are-ended: a request ends the work of the clients that it means, and of no other client
-//! * a-request-tells-the-truth: once a request is done, none of these clients is at work; otherwise each client
-//!   that was found and is still at work is named, and each that may have ended without an answer
+//! * a-request-tells-the-truth: once a request to end work is done, no client that the request means is at work;
+//!   otherwise the answer names each such client that is still at work, and each client that may have ended without an
+//!   answer
 //! * a-stop-harms-no-neighbour: once the service has answered a container runtime, no client is at work that the
-//!   signal may end
-//! * a-request-holds-up-nobody: no client is asked to end at a server that handles a fatal GPU error, where its
-//!   control daemon would wait for it
-//! * slices-follow-bindings: a program in a control group that is bound has the slices of the nearest binding and
-//!   no other, no program elsewhere claims such a slice, and without sharing no two tenants have one slice
-//! * one-answer: all doors give the same answer about a slice at the same moment; a program that may have the
-//!   slice, and begins at once, comes to a control daemon with the limits of the slice, unless something has
-//!   happened that the service can't know yet; in the end each slice that is not drained can be had
-//! * a-binding-lasts: no binding ends while there are programs in its control group, or within a minute from its
-//!   beginning if there was none yet, but by Unbind; no slice is refused for a binding that could end
-//! * names-are-roots: no control group gets a slice, or keeps one from others, for a name that a user other than
-//!   root has given it
-//! * a-shown-limit-is-held: where a slice is shown as limited by the kernel, the one control group that has it can
-//!   have the memory of the slice and no more, unless somebody else has changed that since the last look
-//! * limits-go-with-bindings: in the end the kernel holds each limit that follows from the bindings and that it
-//!   does not refuse, and no other of ours
-//! * a-driver-stays: a driver that can be used stays in force, also when a look at the host or a reload fails
-//! * drained-takes-none: no directory of a drained slice leads to a control daemon, unless the answer has said that
-//!   it can't be closed
-//! * a-slice-leads-home: a program that connects through a slice's directory finds the control daemon that has its
-//!   GPU
-//! * modes-stay: the compute mode of a GPU is not put back while the configuration names it or a control daemon of
-//!   ours has it
-//! * modes-come-back: after a stop for good, each GPU has the compute mode of before
-//! * a-stop-ends-all: after a stop for good nothing of ours runs that could be ended
+//!   runtime's signal may end
+//! * a-request-holds-up-nobody: the service asks for the end of no client at a server that handles a fatal GPU error,
+//!   since the control daemon would wait for the client
+//! * slices-follow-bindings: a program in a bound control group has the slices of the nearest binding and no other, no
+//!   program elsewhere claims such a slice, and without sharing no two tenants have one slice
+//! * one-answer: all parts of the service that give out slices give the same answer about a slice at the same moment; a
+//!   program that may have the slice, and begins at once, comes to a control daemon with the limits of the slice, unless
+//!   something has happened that the service can't know yet; at the end of a history the service gives out each slice
+//!   that is not drained
+//! * a-binding-lasts: apart from Unbind, no binding ends while its control group has programs, or within a minute after
+//!   its beginning if the control group has had no program yet; no slice is refused for a binding that could end
+//! * names-are-roots: no control group gets a slice, or keeps a slice from other control groups, for a name that a user
+//!   other than root has given to the control group
+//! * a-shown-limit-is-held: if a slice is shown as limited by the kernel, the control group that has the slice can have
+//!   the memory of the slice and no more, unless another program has changed the limit since the service's last check
+//! * limits-go-with-bindings: at the end of a history the kernel holds each limit that follows from the bindings and the
+//!   configuration, except for limits that the kernel refuses, and no other limit of the service
+//! * a-driver-stays: a driver that can be used stays in force, even if a look at the host or a reload fails
+//! * drained-takes-none: no directory of a drained slice has a link to a control daemon, unless the answer to the drain
+//!   has said that the link can't be removed
+//! * a-slice-leads-home: a program that connects through a slice's directory finds the control daemon that has the
+//!   slice's GPU
+//! * modes-stay: the compute mode of a GPU is not put back while the configuration names the GPU or a control daemon of
+//!   the service has the GPU
+//! * modes-come-back: after a stop for good, each GPU has the compute mode that the GPU had before the service
+//! * a-stop-ends-all: after a stop for good, no control daemon of the service runs that the service could have ended
 //! * nothing-spins: an act that fails is followed by a pause, however long the trouble lasts
-//! * all-is-served-in-the-end: once nothing goes wrong any more, all orders are served, nothing else runs, and it
-//!   took few acts
-//! * a-published-limit-is-enforced: a program with the environment of a slice can have the memory of the slice and
-//!   no more, and no server gives less, with slices of any sizes
-//! * an-idle-host-is-quiet: a host on which all is served and nothing happens asks nothing but the health check's
-//!   questions, and reports nothing
+//! * all-is-served-in-the-end: once nothing goes wrong any more, the service serves all orders after few acts, and no
+//!   other control daemon of the service runs
+//! * a-published-limit-is-enforced: a program with the environment of a slice can have the memory of the slice and no
+//!   more, and no server gives less, with slices of any sizes
+//! * an-idle-host-is-quiet: on a host without events on which all orders are served, the service asks only the questions
+//!   of the health check, and reports nothing
 //! * nothing-grows: the knowledge of a control daemon and of the host has a bounded size at any time
-//! * overuse-is-told-in-measure: a tenant who comes and goes causes at most 20 messages a minute about its slice
+//! * overuse-is-told-in-measure: a tenant that starts and ends clients again and again causes at most 20 messages a
+//!   minute about its slice
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
@@ -89,7 +94,8 @@ const QUIET: Duration = Duration::from_secs(300);
 const REGULAR: Duration = Duration::from_secs(31);
 const MOST_QUESTIONS: usize = 30;
 
-/// The most acts of the service from the end of all troubles until it serves all orders: 25 for each of four control daemons.
+/// The most acts of the service from the end of all troubles until it serves all orders. The world makes at most six orders, so
+/// the service may need 16 acts for each order.
 const MOST_ACTS: usize = 100;
 
 /// The most characters of the service's knowledge as text: about one control daemon, and about the whole host. The first number
@@ -363,8 +369,9 @@ impl World {
         }
     }
 
-    /// Checks the promise `everybody-is-known`: the regular health checks have corrected the register of clients, for each
-    /// client that NVML or the log names.
+    /// Checks the promise `everybody-is-known`: the regular health checks have corrected the register of clients. The check
+    /// skips a control daemon that takes turns on its GPU if its log lacks lines, since then neither NVML nor the log names
+    /// each client.
     fn check_all_clients_are_known(&self) {
         for one in self.daemons.values() {
             let mps = one.lock();

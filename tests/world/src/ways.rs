@@ -70,11 +70,12 @@ fn linked(gpus: &[String]) -> Linked<u8> {
 
 struct SimDirectories<'w> {
     ways: MutexGuard<'w, BTreeMap<String, u32>>,
-    /// The PID of the control daemon, as its socket in its directory. `None` if the directory has no socket.
+    /// The PID of the control daemon, which stands for the socket in the control daemon's directory. `None` if the directory
+    /// has no socket.
     socket: Option<u32>,
-    /// The socket that was found last: `socket`, or [`WAITING`].
+    /// The socket to which new links point: the last result of `find_socket` or `find_waiting_socket`.
     found: Option<u32>,
-    /// True if the names of other slices can't be listed.
+    /// True if the service can't list the directories of slices, and so may miss a link to the control daemon.
     is_hidden: bool,
     /// The slice with a link that can't be changed during this pass over the links.
     stuck: Option<String>,
@@ -166,8 +167,9 @@ impl SimAdmission {
         if let Some(mps) = mps {
             socket = (mps.is_alive && !mps.has_no_directory).then_some(mps.pid);
             let names: Vec<String> = slices(&self.id, &mps.gpus).map(|(name, _)| name).collect();
-            is_hidden = mps.goes_wrong(20);
             stuck = if mps.goes_wrong(12) { mps.dice.pick(&names).cloned() } else { None };
+            // If the link of a GPU's first slice can't be changed, the parent directory can't be listed either.
+            is_hidden = stuck.as_ref().is_some_and(|name| name.ends_with("-0"));
             if mps.goes_wrong(20)
                 && let Some(name) = mps.dice.pick(&names)
             {

@@ -15,8 +15,8 @@ use crate::bus::proxy::{BusError, DaemonProxy, Listed};
 use crate::bus::rows::{Client, ControlDaemon, Device, Event, Gpu, Service};
 use crate::host::proc;
 
-/// The longest time that a caller waits for the service's state. The service reports its state at once, but an answer to a
-/// request can take long. So a caller can tell after this short time that the service is stopped or hangs.
+/// The longest time that a caller waits for the service's state. The service answers a question about its state at once,
+/// although other requests can take long. So after this short time without an answer, the caller knows that the service hangs.
 pub const SIGN_OF_LIFE: Duration = Duration::from_secs(10);
 
 #[derive(Debug)]

@@ -1,7 +1,7 @@
-//! The dictionaries on the bus, each as a struct. The service makes the struct from the Snapshot, and yunion-mpsctl reads the
-//! struct from an answer. A call of a macro in this file defines each dictionary. The call has a line for each key, with the
-//! key's type and the expression for its value. The XML files in `config` describe the meaning of each key. Objects on the bus
-//! have the same values as properties, under the same names in `CamelCase`.
+//! The dictionaries on the bus, each as a struct. The service makes the struct from the `Snapshot`, which has all published
+//! values, and yunion-mpsctl reads the struct from an answer. A call of a macro in this file defines each dictionary. The call
+//! has a line for each key, with the key's type and the expression for its value. The XML files in `config` describe the
+//! meaning of each key. Objects on the bus have the same values as properties, under the same names in `CamelCase`.
 
 use std::borrow::Cow;
 use std::collections::BTreeMap;
@@ -260,8 +260,8 @@ gpu_object! {
         bound_to: String = gpu.bound.get(&slice).map(|bound| bound.by.clone()).unwrap_or_default();
         "false" clients: Option<u32> = gpu.slice_use(slice).map(|one| one.clients);
         "const" dev_type: String = "NVIDIA_MPS".to_owned();
-        // The platform's host agent has -1 for `device_minor` and for `index` by default. If the service published another
-        // number, the host agent would conclude that the device has changed.
+        // Cloudpods's host agent has -1 for `device_minor` and for `index` by default. If the service published another number,
+        // the host agent would conclude that the device has changed.
         "const" device_minor: i32 = -1;
         drained: bool = gpu.drained.contains(&slice);
         healthy: bool = gpu.slice_healthy(slice);
@@ -445,7 +445,7 @@ pub fn property_name(key: &str) -> String {
 }
 
 /// Turns a name, such as `00:06.0-1`, into an element of a D-Bus object path, such as `_00_06_0_1`. The element does not begin
-/// with a digit, since bindings for some programming languages use the element as an identifier.
+/// with a digit, since the D-Bus libraries of some programming languages use the element as an identifier.
 fn path_element(name: &str) -> String {
     let mut element: String = name.chars().map(|c| if c.is_ascii_alphanumeric() { c } else { '_' }).collect();
     if !element.starts_with(|c: char| c.is_ascii_alphabetic()) {

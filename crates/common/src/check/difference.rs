@@ -184,7 +184,8 @@ impl Comparison<'_> {
             let clients = published.clients_on(&daemon.gpus);
             let Some(planned) = plan.control_daemons.iter().find(|planned| planned.id == DaemonId::from(id))
             else {
-                // A control daemon that no published GPU names is about to end, even without a reload. So its end is no change.
+                // If no published GPU has this control daemon, the control daemon is about to end even without a reload. So its
+                // end is no change that the reload makes.
                 if published.served_by(id).next().is_some() {
                     let reason = "this control daemon is no longer needed".to_owned();
                     let effect = Effect::Waits { clients, reason, out_meanwhile: false };
@@ -192,8 +193,8 @@ impl Comparison<'_> {
                 }
                 continue;
             };
-            // A control daemon that is about to end is published without GPUs. If its GPUs are already published with the
-            // planned pipe directory, the service starts the next control daemon with this id without a reload.
+            // A control daemon that is about to end is published without GPUs. If the planned GPUs are already published with
+            // the planned pipe directory, the service starts the planned control daemon even without a reload.
             if daemon.gpus.is_empty() && ordered(planned, published) {
                 continue;
             }

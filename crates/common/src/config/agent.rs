@@ -1,6 +1,6 @@
-//! Finds settings that are correct for this service, but with which the platform's host agent or its containers fail. The host
-//! agent reads the same configuration files as this service. Unless the host agent uses D-Bus, it accepts only a render node as
-//! the name of a GPU, and gives every container the configured pipe directory.
+//! Finds settings that are correct for this service, but with which the host agent of the platform (Cloudpods) or the host
+//! agent's containers fail. The host agent reads the same configuration files as this service. Unless the host agent uses
+//! D-Bus, it accepts only a render node as the name of a GPU, and gives every container the configured pipe directory.
 
 use std::path::Path;
 

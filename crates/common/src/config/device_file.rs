@@ -1,9 +1,9 @@
 //! Reads `host_container_device.yml`: the GPUs to serve, and the number of slices of each GPU.
 //!
-//! The file belongs to the host agent and lists devices of many types. This service serves the type `NVIDIA_MPS`. An entry of
-//! another type only says that the device is used for something else, so this service ignores mistakes in the entry. But a type
-//! that looks like a misspelt `NVIDIA_MPS` is an error: a file without any `NVIDIA_MPS` entry makes the service serve every
-//! GPU, and a typing error must not cause that.
+//! The file belongs to Cloudpods's host agent and lists devices of many types. This service serves the type `NVIDIA_MPS`. An
+//! entry of another type only says that the device is used for something else, so this service ignores mistakes in the entry.
+//! But a type that looks like a misspelt `NVIDIA_MPS` is an error: a file without any `NVIDIA_MPS` entry makes the service
+//! serve every GPU, and a typing error must not cause that.
 
 use std::collections::HashMap;
 use std::num::NonZeroU32;
@@ -427,7 +427,7 @@ mod tests {
         assert_eq!(entries(text), [entry]);
     }
 
-    /// The first case is the example in the platform's documentation. Its keys have the wrong indentation.
+    /// The first case is the example in Cloudpods's documentation. Its keys have the wrong indentation.
     #[test]
     fn a_key_of_an_entry_at_the_left_edge_is_named_with_its_line() {
         for (text, expected) in [

@@ -1,5 +1,5 @@
-//! Reads `host.conf` and `host_local.conf`, which have two possible syntaxes. The files belong to the platform's host agent,
-//! which has dozens of other keys in the same files. This service checks only its own keys.
+//! Reads `host.conf` and `host_local.conf`, which have two possible syntaxes. The files belong to the host agent of the
+//! platform (Cloudpods), which has dozens of other keys in the same files. This service checks only its own keys.
 
 use std::collections::BTreeMap;
 use std::ops::RangeInclusive;
@@ -418,7 +418,7 @@ fn directory(value: &Value<'_>) -> Result<PathBuf, Problem> {
 }
 
 /// Reads the path of a directory that users write in the options of container engines. In `--volume=HOST:CONTAINER` a colon
-/// would split the path. Unquoted in a shell, blanks would split the path, and the shell would expand patterns.
+/// would split the path. A shell would split an unquoted path at blanks, and would expand patterns in the path.
 fn directory_for_engines(value: &Value<'_>) -> Result<PathBuf, Problem> {
     let path = directory(value)?;
     if value.text().contains(|c: char| c.is_whitespace() || ":*?[\\".contains(c)) {

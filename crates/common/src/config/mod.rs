@@ -338,7 +338,7 @@ pub struct Loaded {
     pub settings: Settings,
     /// Problems that an administrator should fix, although they do not prevent the service from serving GPUs.
     pub warnings: Vec<LocatedProblem>,
-    /// True if the host belongs to the platform, and so has a host agent.
+    /// True if the host belongs to the platform (Cloudpods), and so has a host agent.
     pub platform: bool,
     /// Settings that are correct for this service, but with which the platform's host agent or its containers fail.
     pub agent: Vec<agent::Trouble>,
@@ -383,9 +383,9 @@ pub fn load(sources: &Sources) -> Result<Loaded, Refused> {
 /// The default path of the main file. Messages name this path if the host has no main file.
 pub const MAIN_FILE: &str = "/etc/yunion/host.conf";
 
-/// The path at which the main file is searched for first. The platform's programs read ./etc/host.conf and run in
-/// /opt/yunion/bin. This service can't read ./etc/host.conf: its working directory under systemd is /, and /etc/host.conf
-/// belongs to the C library.
+/// The path at which the main file is searched for first. Cloudpods's programs read ./etc/host.conf and run in /opt/yunion/bin.
+/// This service can't read ./etc/host.conf: its working directory under systemd is /, and /etc/host.conf belongs to the C
+/// library.
 const PLATFORM_FILE: &str = "/opt/yunion/bin/etc/host.conf";
 
 impl Loaded {
@@ -396,9 +396,9 @@ impl Loaded {
         }
     }
 
-    /// Returns a problem if this configuration turns MPS off although no file has `enable_cuda_mps: false`. Usually somebody is
-    /// just writing host.conf, or has removed the file. A reload of such a configuration would end the work of all tenants, so
-    /// the service refuses the reload.
+    /// Returns a problem if this configuration turns MPS off although no file has `enable_cuda_mps: false`. The usual cause is
+    /// that an administrator is just writing host.conf, or has removed the file. A reload of such a configuration would end the
+    /// work of all tenants, so the service refuses the reload.
     pub fn silent_end(&self) -> Option<LocatedProblem> {
         (!self.settings.enabled && !self.settings.says_enabled).then(|| {
             let file = self.settings.sources.first().map_or(Path::new(MAIN_FILE), PathBuf::as_path);
@@ -553,7 +553,7 @@ where
     })
 }
 
-/// Reads a number of slices. The platform's database column `addr` has room for 16 characters, the length of
+/// Reads a number of slices. The column `addr` in Cloudpods's database has room for 16 characters, the length of
 /// `0001:1a:00.0-999`. So a slice's ordinal has at most three digits.
 fn slices(value: &Value<'_>) -> Result<NonZeroU32, Problem> {
     whole(value, 1..=999, "slices").map(|count| NonZeroU32::new(count).unwrap_or(NonZeroU32::MIN))

@@ -31,7 +31,7 @@ impl<'t> Node<'t> {
 }
 
 /// A value of a YAML file. `serde_yaml` finds the type by the rules of YAML 1.2. `as_bool` and similar methods convert the
-/// value by the rules of the platform's host agent.
+/// value by the rules of Cloudpods's host agent.
 #[derive(Debug, Clone, PartialEq)]
 pub(super) enum Value<'t> {
     Null,
@@ -180,7 +180,8 @@ const MAX_LINE_BYTES: usize = 16 << 10;
 /// The greatest depth of nested lists and mappings. An alias that contains itself would nest without end.
 const MAX_DEPTH: u8 = 32;
 
-/// Builds a [`Node`] from one value of the input. Every nested value gets its own copy of this struct.
+/// Builds a [`Node`] from one value of the input. Every nested value gets its own copy of this struct, since each copy has the
+/// depth of its value.
 #[derive(Clone, Copy)]
 struct NodeSeed<'s, 't> {
     text: &'t str,

@@ -110,7 +110,7 @@ fn is_empty(path: &str) -> bool {
 }
 
 /// Like [`is_empty`], for a kernel without `cgroup.events`: reads the processes of every descendant. False if a descendant
-/// can't be read, or if there are more than [`MOST`].
+/// can't be read, or if there are more than [`MOST`] descendants.
 fn has_no_process(top: PathBuf) -> bool {
     let mut left = vec![top];
     let mut looked_at = 0;

@@ -15,11 +15,11 @@
 //! | [`LOG_FIFO`] | any | any | tested with 535, 550 and 555; with 580 only the existence of the FIFO |
 //! | [`starts_control_daemon`] | any | any | tested with 535 to 580 |
 //! | [`refuses_an_option`] | any | any | tested with 535, 550, 555 and 580; 535 and 550 do not name the option |
-//! | [`fabric_is_not_ready`] | any | with `NVSwitch` | reports with the text of CUDA's error 802; not tested |
+//! | [`fabric_is_not_ready`] | any | with `NVSwitch` | public reports, with the text of CUDA's error 802; not tested |
 //! | [`is_unknown_command`] | any | any | tested with 535 to 580; 535 does not know `get_server_status` |
 //! | [`VERSION_OPTION`] | 580 | any | tested with 580; 535 to 555 do not know this option |
-//! | [`PROTOCOL`]: 2 | any | any | the documentation: from 615 on the variable takes precedence over options |
-//! | [`process_record`]: 32 bytes | 535.43 to 535.86 | any | reports; 535.98 again has the 24 bytes of `nvml.h` |
+//! | [`PROTOCOL`]: 2 | any | any | the documentation: from 615 on this environment variable takes precedence over options |
+//! | [`process_record`]: 32 bytes | 535.43 to 535.86 | any | public reports; 535.98 again has the 24 bytes of `nvml.h` |
 //! | the kernel's memory limits for control groups | 615 | unknown | the documentation and `nvml.h` of CUDA 13.4 |
 //!
 //! The following facts are known only from NVIDIA's documentation. The service was not tested with a driver after

@@ -20,18 +20,18 @@ pub struct PcieLink {
 }
 
 impl PcieLink {
-    /// The PCI Express version with this rate, in the platform's spelling, such as `3.0` or `unknown`.
+    /// The PCI Express version with this rate, in Cloudpods's spelling, such as `3.0` or `unknown`.
     pub fn version(&self) -> &'static str {
         self.version_and_lane().0
     }
 
-    /// The throughput of all lanes together, in the platform's spelling, such as `15.76 GB/s`.
+    /// The throughput of all lanes together, in Cloudpods's spelling, such as `15.76 GB/s`.
     pub fn throughput(&self) -> String {
         format!("{:.2} GB/s", self.version_and_lane().1 * f64::from(self.width))
     }
 
-    /// The PCI Express version, and the throughput of one lane in GB/s. The platform compares the published strings. So the
-    /// numbers are rounded as the platform rounds them, and an unknown rate gives -1 as in the platform.
+    /// The PCI Express version, and the throughput of one lane in GB/s. Cloudpods compares the published strings with its own.
+    /// So the numbers are rounded as Cloudpods rounds them, and an unknown rate gives -1 as in Cloudpods.
     fn version_and_lane(&self) -> (&'static str, f64) {
         match self.rate.as_str() {
             "2.5GT/s" => ("1.0", 0.25),

@@ -1,4 +1,4 @@
-//! Reads the mounts that a process sees from the kernel's list. The same directory can have different paths in two mount
+//! Reads the kernel's list of the mounts that a process sees. The same directory can have different paths in two mount
 //! namespaces. So the service identifies a directory by its file system's device and its path in that file system, both from
 //! mountinfo. The device number from stat(2) is unusable, since btrfs and overlayfs invent device numbers.
 

@@ -51,7 +51,7 @@ fn numbered(text: &str) -> Option<(u16, &str)> {
     if plain { Some((u16::from_str_radix(digits, 16).ok()?, name.trim_start())) } else { None }
 }
 
-/// The text from the last opening bracket after a blank to the last closing bracket. The platform finds the model in `code name
+/// The text from the last opening bracket after a blank to the last closing bracket. Cloudpods finds the model in `code name
 /// [model]` by the same rule.
 fn in_brackets(name: &str) -> Option<&str> {
     let (inside, _) = name.rsplit_once(']')?;

@@ -30,7 +30,7 @@ pub const MOUNTS: &str = "/proc/mounts";
 const MAX_BYTES: u64 = 8 << 20;
 
 /// The most bytes that are read of a list of mounts. A container may be able to make any number of mounts. The mounts that the
-/// container's runtime has made come first in the list.
+/// container's runtime has made come first in the list, so the service still reads these mounts.
 const MOUNTINFO_BYTES: u64 = 1 << 20;
 
 pub const FIRST: u32 = 1;

@@ -81,7 +81,7 @@ impl<K: Clone + Ord + Send + 'static, T: Send + 'static> ParallelQuestions<K, T>
         let sender = self.sender.clone();
         thread::Builder::new().spawn(move || {
             let answer = question(&thing);
-            // Sending fails if the `ParallelQuestions` was dropped.
+            // Sending fails if the `ParallelQuestions` was dropped. Then no caller needs the answer.
             let _ = sender.send((thing, answer));
         })
     }

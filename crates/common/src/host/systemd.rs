@@ -30,7 +30,7 @@ const NAMESAKE_TIMEOUT: Duration = Duration::from_secs(5);
 
 const NAMESAKE_PAUSE: Duration = Duration::from_millis(50);
 
-/// The pause between two checks if systemd has moved a process into its scope. systemd needs about a millisecond.
+/// The pause between two looks at a process that systemd is to move into a scope. systemd needs about a millisecond.
 const MOVE_PAUSE: Duration = Duration::from_millis(2);
 
 /// The time that a control daemon and its servers have to end after SIGTERM when systemd stops their scope. In a measurement

@@ -41,7 +41,8 @@ fn container_in_name(name: &str) -> Option<&str> {
     name.split(|c: char| !c.is_ascii_hexdigit()).find(|run| run.len() == 64)
 }
 
-/// The part of a control group's path that ends with the name of the container `id`.
+/// The path of the control group of the container `id`. `path` is the path of this control group or of a descendant. None if no
+/// name in `path` has the id.
 pub(super) fn up_to_container(path: &str, id: &str) -> Option<String> {
     let mut above = String::new();
     for name in path.split('/').skip(1) {

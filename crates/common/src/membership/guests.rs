@@ -1,6 +1,6 @@
-//! Reads the host agent's records of its guests: the containers of each guest, and the devices of each container. The agent
-//! writes the files in place, so a reader may get half of a file. The records contain credentials. So the service stores, logs
-//! and publishes only the names that this module returns.
+//! Reads the records of Cloudpods's host agent about its guests (virtual machines and groups of containers): the containers of
+//! each guest, and the devices of each container. The host agent writes the files in place, so a reader may get half of a file.
+//! The records contain credentials. So the service stores, logs and publishes only the names that this module returns.
 
 use std::collections::BTreeMap;
 use std::ffi::OsString;

@@ -6,9 +6,11 @@
 //!   slice by its environment.
 //! * Mounts: a container's runtime mounts the directories of the container's slices. No program in the container can mount the
 //!   directory of another slice. So in a container the mounts count, whatever the environment says.
+//! * The records of Cloudpods's host agent: the devices of each container. No program in the container can change the records.
+//!   The records count if root has not bound the control group and the container's mounts show no slice.
 //! * The environment: a variable names the slice, or the directory in which the process searches for its control daemon. The
-//!   environment counts if no runtime has mounted a slice's directory: for a process on the host, or if an agent has mounted
-//!   the pipe directory itself.
+//!   environment counts if no other source names a slice: for a process on the host, or if an agent, such as the host agent of
+//!   Cloudpods, has mounted the whole pipe directory into the container.
 //!
 //! An unprivileged user can make a user namespace, and in it mount any directory that the user sees. So a process's mounts
 //! count only in the user namespace of the service, or in a container that the host's own runtime has made. But a tenant in
@@ -47,7 +49,8 @@ pub const DEVICE_VARIABLE: &str = "YUNION_MPS_DEVICE";
 
 pub const PIPE_DIRECTORY_VARIABLE: &str = "CUDA_MPS_PIPE_DIRECTORY";
 
-/// The most slices that the environment of a process can claim. A container has at most one slice of each GPU.
+/// The most slices that the environment of a process can claim. A container has at most one slice of each GPU, and a host has
+/// fewer GPUs than this number.
 const CLAIMS: usize = 64;
 
 const ANCESTORS: usize = 32;
@@ -110,8 +113,9 @@ impl Slices {
         gpus.map(|(uuid, _)| uuid.as_str()).collect()
     }
 
-    /// The slices among `all`, the slices of a process, that count on the GPU with this UUID. An empty UUID means that the
-    /// process uses no GPU yet. Then all its slices count.
+    /// The slices of a process that count on the GPU with this UUID. `all` has all slices of the process. An empty UUID means
+    /// that the process uses no GPU yet. Then all its slices count. On a GPU that the service does not know, only slices from
+    /// the environment count.
     pub fn on(&self, gpu: &str, all: Membership) -> Option<Membership> {
         match self.gpus.get(gpu) {
             Some(gpu) => all.on(*gpu),
@@ -242,8 +246,8 @@ impl SliceMounts {
         // A process in a container reaches only the socket `control`, which clients use. If a control daemon's own directory or
         // an ancestor of it is mounted in the container, the process also reaches the privileged socket.
         let as_root = if last.is_none() || all.own { MayCommand::All } else { MayCommand::Neighbours };
-        // Mounts with neither a slice nor a pipe directory prove that the process has no slice by its mounts: it uses the GPU
-        // without the pipe directory.
+        // Trusted mounts without a slice's directory and without a pipe directory prove that the process has no mounted slice:
+        // the process can't reach a pipe directory, whatever its environment says.
         let known = !all.slices.is_empty() || (believed && !all.pipe);
         let bound = self.binding_of(pid).map(bound);
         let slices: Vec<SliceId> = all.slices.into_iter().collect();

@@ -203,8 +203,8 @@ fn slice_directories(gpus: &[(&GpuPlan, &NvmlFacts)], settings: &Settings) -> Op
     (path < SOCKET_PATH_BYTES).then_some(directories)
 }
 
-/// Plans one control daemon for these GPUs. If `slice` is set, the control daemon serves only that slice, in the pipe directory
-/// in `slice`.
+/// Plans one control daemon for these GPUs. `slice` has the only slice that the control daemon serves, and the control daemon's
+/// pipe directory. None if the control daemon serves all slices of the GPUs.
 fn control_daemon(
     gpus: &[(&GpuPlan, &NvmlFacts)],
     slice: Option<(SliceId, PathBuf)>,
@@ -292,7 +292,7 @@ pub(super) fn each_writes_a_log(
 }
 
 /// Adds a warning for slices with smaller limits than the control daemon's defaults. The defaults are the limits of the control
-/// daemon's largest slice.
+/// daemon's largest slice, and a client that sets no limits itself gets the defaults.
 pub(super) fn warn_of_loose_defaults(gpus: &mut [GpuPlan], control_daemons: &[ControlDaemonPlan]) {
     for control_daemon in control_daemons {
         let holder = match control_daemon.id {
@@ -386,11 +386,12 @@ mod tests {
             // daemon.
             ([quarter; 3], [quarter, eighth, quarter], &[]),
             ([quarter; 3], [eighth; 3], &["GPU-0", "GPU-1", "GPU-2"]),
-            // The default grows for the first slice's new limit. The other slices have the same limits as before.
+            // The default grows for the new limits on the first GPU. The slices of the other GPUs have the same limits as
+            // before.
             ([quarter; 3], [half, quarter, quarter], &["GPU-0"]),
-            // The default before the change was smaller than the new limit of the second slice.
+            // The default before the change was smaller than the new limits on the second GPU.
             ([eighth; 3], [half, quarter, eighth], &["GPU-0", "GPU-1"]),
-            // The default shrinks to the new limit of the first slice.
+            // The default shrinks to the new limits on the first GPU.
             ([half, quarter, eighth], [quarter, quarter, eighth], &["GPU-0"]),
             ([quarter; 3], [(4000, 12), quarter, quarter], &[]),
             ([quarter; 3], [(4000, 30), quarter, quarter], &["GPU-0"]),

@@ -303,8 +303,8 @@ mod tests {
         assert_eq!((after.gpus[1].slices(), after.gpus[1].size(0).memory_mib), (2, 61440));
         assert_eq!(after.control_daemons[0].gpus.len(), 1);
         assert!(after.configured.may_have("GPU-1") && !after.configured.may_have("GPU-2"));
-        // While the GPU is missing, the next plan is the same. Once the host has the GPU again, the plan is the same as before
-        // the GPU was removed.
+        // While the GPU is missing, a further plan is the same as `after`. Once the host has the GPU again, the plan is the
+        // same as `before`.
         assert_eq!(plan_after(&settings, &without, &after.gpus).unwrap(), after);
         assert_eq!(plan_after(&settings, &whole, &after.gpus).unwrap(), before);
         // A GPU with another UUID at the address of the missing GPU does not replace the missing GPU.

@@ -97,7 +97,7 @@ impl GpuPlan {
         Some(self.slice_directories.as_ref()?.join(self.slice(ordinal).directory_name()))
     }
 
-    /// The processes without MPS that use the GPU. Empty if the GPU is served, or is not served for another reason too.
+    /// The processes without MPS that use the GPU. Empty unless these processes are the only reason why the GPU is not served.
     pub fn holders(&self) -> &[(u32, String)] {
         match (&self.gpu.nvml, self.obstacles.as_slice()) {
             (Ok(facts), [NamedProblem { name: HELD, .. }]) => &facts.state.foreign_processes,

@@ -75,7 +75,7 @@ pub(super) fn wrong_size(
 ) -> Option<(&'static str, Problem)> {
     let facts = gpu.facts()?;
     // The service does not divide the host's memory among slices by itself. So a GPU that shares the host's memory is not
-    // served if the entry has no size for some slice. `obstacles` has that problem.
+    // served if the entry has no size for some slice. The function `obstacles` reports that problem.
     if facts.memory_total_mib.is_none() && keys.sizes().any(|size| size.memory_mib.is_none()) {
         return None;
     }

@@ -31,9 +31,9 @@ const MAX_BYTES: u64 = 16 * 1024 * 1024;
 /// version of CDI that the runtime does not know, so the spec has no later version.
 const VERSION: &str = "0.5.0";
 
-/// The name of the CDI device that only binds a container to a slice. The device plugin gives this device of each slice to a
-/// container with slices of several GPUs, and makes the container's settings for all slices together. The slices' other CDI
-/// devices would overwrite each other's settings.
+/// The name of the CDI device that only binds a container to a slice. The device plugin for Kubernetes gives this
+/// device of each slice to a container with slices of several GPUs, and makes the container's settings for all slices together.
+/// The slices' other CDI devices would overwrite each other's settings.
 pub fn binding_device(slice: &str) -> String {
     format!("bind-{slice}")
 }

@@ -247,16 +247,17 @@ fn pipe_directory_mounts(
     let mount =
         |directory: &Path, read_only| Mount { host: text(directory), container: text(directory), read_only };
     // With write access to the pipe directory, root in a container can remove or replace the control daemon's sockets for all
-    // users. A container that runs `rm -rf /tmp/*` at its start removes them. So the mount is read-only if the driver allows a
-    // read-only mount.
+    // users. The default pipe directory is below `/tmp`, so a container that runs `rm -rf /tmp/*` at its start removes the
+    // sockets. So the mount is read-only if the driver allows a read-only mount.
     let driver = series(&snapshot.driver_version);
     let capability = |gpu: &GpuView| gpu.plan.gpu.facts()?.compute_capability;
     let read_only = gpus.iter().all(|(gpu, _)| READ_ONLY_PIPE_DIRECTORY.holds(driver, capability(gpu)));
     vec![mount(Path::new("/dev/shm"), false), mount(pipe_directory, read_only)]
 }
 
-/// The value of `CUDA_MPS_PINNED_DEVICE_MEM_LIMIT`. For one GPU, which is always device 0 of the client, the value is such as
-/// `0=5760M`. For several GPUs the value has UUIDs, since CUDA chooses the order of the GPUs in the container.
+/// The value of `CUDA_MPS_PINNED_DEVICE_MEM_LIMIT`. For one GPU, the value names device 0, as in `0=5760M`, since a client with
+/// one GPU has no other device. For several GPUs, the value has UUIDs, since CUDA chooses the order of the GPUs in the
+/// container.
 fn memory_limits(gpus: &[(&GpuView, SliceSize)]) -> String {
     let limits: Vec<String> = gpus
         .iter()

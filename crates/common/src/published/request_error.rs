@@ -15,7 +15,7 @@ pub enum RequestError {
     Busy(String),
     Drained(String),
     NotServed(String),
-    /// The slice is bound to the control group of another owner.
+    /// The slice is bound to the control group of another owner, or the caller can choose only among slices that are full.
     Taken(String),
     /// The control group in the request belongs to several programs or users. So the service can't bind this control group, and
     /// can't end its clients together.

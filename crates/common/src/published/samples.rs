@@ -14,7 +14,7 @@ use crate::host::gpu::{Gpu, PciDevice};
 use crate::host::nvml::facts::{GpuState, NvmlFacts};
 use crate::plan::GpuPlan;
 
-/// A GPU with four slices of 5760 MiB and 25 %.
+/// A GPU with four slices. Each slice has 5760 MiB of memory and 25 % of the threads.
 pub fn gpu(address: &str, uuid: &str) -> GpuView {
     let nvml = NvmlFacts {
         uuid: uuid.to_owned(),

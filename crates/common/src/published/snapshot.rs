@@ -56,7 +56,7 @@ pub struct Snapshot {
     pub pipe_directory: PathBuf,
     pub log_directory: PathBuf,
     /// The configured GPUs with their slices, in the order of the configuration. None before the first plan exists. For an
-    /// unchanged GPU the next Snapshot has the same `Arc`.
+    /// unchanged GPU the next Snapshot has the same `Arc`, so a comparison of two Snapshots need not compare the GPU's data.
     pub gpus: Option<Vec<Arc<GpuView>>>,
     pub control_daemons: Vec<ControlDaemonView>,
     pub bindings: Arc<Bindings>,

@@ -43,7 +43,8 @@ pub struct Links<D> {
     /// The places that had a link to the control daemon at the last pass over the directories.
     lead: BTreeSet<Way>,
     /// True if a directory that is not in `lead` and not of the order may have a link to the control daemon: an earlier service
-    /// or an earlier order may have made the link, or the service could not remove it. Without an order this is always so.
+    /// or an earlier order may have made the link, or the service could not remove the link. Without an order, the service
+    /// searches all directories even if this field is false.
     searches: bool,
     /// True if the links should point to another socket than at the last pass over the directories.
     has_turned: bool,
@@ -152,8 +153,8 @@ impl<D: Clone + PartialEq> Links<D> {
         true
     }
 
-    /// Makes the next pass look at the directories of all slices of the host. A slice that no running control daemon is known to
-    /// serve may have been closed.
+    /// Makes the next pass look at the directories of all slices of the host. If the service has closed a slice that no order
+    /// names, only such a pass finds the link in the slice's directory.
     pub fn search(&mut self) {
         self.searches = true;
     }
@@ -379,7 +380,8 @@ impl<D: Clone + PartialEq> Links<D> {
             let path = directories.shown(slices_in, None);
             self.stuck.insert(path + " can't be searched for links of slices that are not configured");
         }
-        // Without the identity of the control daemon's socket, a link to the control daemon can't be recognized.
+        // Without the identity of the control daemon's socket, this pass can't recognize a link to the control daemon, so the
+        // next pass has to search again.
         self.searches &= !is_complete || self.socket.is_none();
         for name in names {
             let target = target(&name, self.wanted.as_ref(), &running.gpus, closed);

@@ -25,7 +25,8 @@ pub struct Tenant {
     pub container: String,
 }
 
-/// A container of a guest, with its names on the platform. A tenant may have chosen each of these names.
+/// A container of a guest, with its names on the platform. The names come from the records of the platform's host agent. A
+/// tenant may have chosen each of these names.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct GuestContainer {
     pub guest: String,

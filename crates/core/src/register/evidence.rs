@@ -1,8 +1,8 @@
 //! The slices of a process, and the sources from which the service knows them.
 //!
 //! The sources, from the strongest to the weakest: the binding of the process's control group, the mounts of its container, the
-//! host agent's records of the container, and the environment of the process. `common::membership` reads the sources, and
-//! decides how far each source can be trusted.
+//! records that the platform's host agent has of the container, and the environment of the process. `common::membership` reads
+//! the sources, and decides how far each source can be trusted.
 
 use alloc::collections::BTreeSet;
 use alloc::string::{String, ToString};

@@ -113,7 +113,8 @@ impl Capacity {
             self.refusal = Refusal::Disbelieved;
         }
         self.counted = clients.len();
-        // The log does not say which GPU has refused the client. If the control daemon has only one GPU, the GPU is certain.
+        // The log does not say on which GPU the server has refused the client. If the control daemon has only one GPU, the GPU
+        // is certain.
         let refused_at = match self.refusal {
             Refusal::Believed(capacity) if gpus.len() == 1 => Some(capacity),
             _ => None,

@@ -156,8 +156,8 @@ impl<S: Shell> Serving<'_, S> {
     /// Updates the state file, with which the next process of the service takes the control daemon over. If the order needs
     /// another control daemon anyway, the service does not report that the log can't be written.
     pub(super) fn keep_state_file(&mut self) {
-        // The clients that were hit must be reported before the state file records that the log's lines were read. The next
-        // process of the service reports only later lines.
+        // The clients that a fatal GPU error has hit must be reported before the state file records that the log's lines were
+        // read. The next process of the service reports only later lines.
         self.tell_fault();
         let stays = !self.run.blockers.has(ClearedBy::Order);
         self.shell.carry_out(RunEffect::KeepStateFile { stays });

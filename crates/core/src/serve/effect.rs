@@ -10,7 +10,7 @@ use crate::GpuUuid;
 pub enum RunEffect {
     /// Continue the control daemon and these servers if a signal has stopped them, and write a message about it to the journal.
     ContinueIfStopped(Vec<u32>),
-    /// Make the links that lead clients to the control daemon again.
+    /// Make the links point to the control daemon again, and not to the waiting socket.
     ReopenWays,
     /// Let the programs go on that wait at the waiting socket. Each of these programs starts without MPS, unless the driver
     /// refuses it since a server has the GPU.
@@ -34,7 +34,8 @@ pub enum RunEffect {
     RememberClients(BTreeSet<u32>),
     /// Record the clients that the control daemon lists, each with the GPUs that it is known to use.
     ClientsAre(BTreeMap<u32, BTreeSet<GpuUuid>>),
-    /// A check has found clients on the GPUs.
+    /// Make the tasks that watch the budgets of slices look at the clients on the GPUs. A check has found clients, or has found
+    /// that the last client has ended.
     CheckedInUse,
     /// From now on, an [`super::Occurrence::ServerEnded`] reports the end of this server.
     WatchServer(u32),

@@ -30,7 +30,8 @@ impl<S: Shell> Serving<'_, S> {
             return Judged::Ended(self.ended().await);
         }
         match self.in_use().await {
-            // In compute mode `DEFAULT` a program that has the GPU open does not prevent the start of a server.
+            // The tenure `InTurns` means compute mode `DEFAULT`. In this mode, a program that has the GPU open does not prevent
+            // the start of a server.
             Ok(0) if self.wanted.id.tenure() == Tenure::InTurns => Judged::Idle,
             Ok(0) => {
                 let holders = self.shell.holders(&self.run.servers.alive()).await;
@@ -126,8 +127,8 @@ impl<S: Shell> Serving<'_, S> {
             self.close_door().await?;
             self.end_unused().await?
         } else {
-            // An error means that a link still leads new programs to the control daemon. The error is ignored, since the control
-            // daemon ends even if it has clients.
+            // An error means that a link still leads new programs to the control daemon. The error is ignored, since the
+            // control daemon ends even if it has clients.
             let _ = self.shell.keep_waiting();
             self.run.door = Door::ClosedForGood;
             if matches!(may_end.cause(), Cause::Stop | Cause::Disabled) {

@@ -17,8 +17,9 @@ pub const FAULT_PAUSE: Duration = Duration::from_millis(250);
 /// The longest pause between two status queries for a faulted server. The pause grows with the age of the fault.
 const LONGEST_PAUSE: Duration = Duration::from_secs(5);
 
-/// The time that the service waits until the log names the clients that were hit. If the log names no client within this time,
-/// the fault counts as over. The log names the clients within a second, one after the other.
+/// The time that the service waits until the log names the clients that were hit, for a driver that can't report the status of
+/// a server. If the log names no client within this time, the fault counts as over. The log names the clients within a second,
+/// one after the other.
 const NAMES_TIMEOUT: Duration = Duration::from_secs(5);
 
 pub fn next_look(age: Duration) -> Duration {

@@ -163,8 +163,8 @@ impl<S: Shell> Serving<'_, S> {
         }
     }
 
-    /// Records that the fault is over. The clients that were hit are reported first, and the next process of the service does
-    /// not report the fault again.
+    /// Records that the fault is over. The clients that were hit are reported first. Then the state file records that the lines
+    /// about the fault were read, so that the next process of the service does not report the fault again.
     fn fault_is_over(&mut self) {
         self.tell_fault();
         self.run.blockers.clear(ClearedBy::Healing);
@@ -230,8 +230,9 @@ impl<S: Shell> Serving<'_, S> {
         if !is_same || self.server_status(server).await? != ServerStatus::Fault {
             return Ok(false);
         }
-        // The control daemon answers again, so new programs could reach the server through a link that the service could not
-        // change before. The service therefore makes all links point to the waiting socket first.
+        // The service may have closed the door while the control daemon could not be reached, even if a link could not be
+        // changed. The control daemon answers now, so new programs could reach the server through this link. The service
+        // therefore tries again to make all links point to the waiting socket.
         if self.shell.keep_waiting().is_err() {
             return Ok(false);
         }

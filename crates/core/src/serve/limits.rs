@@ -22,7 +22,7 @@ impl<S: Shell> Serving<'_, S> {
     }
 
     /// Asks the control daemon for its servers, their statuses, and the limits that differ from the order. The question omits a
-    /// server that handles a fatal GPU error.
+    /// server that handles a fatal GPU error, since such a server takes no limits, and `heal.rs` asks for its status.
     pub(super) async fn inspect(&mut self) -> Result<Inspection, Failure> {
         let healing = self.run.blockers.fault().map(|fault| fault.server);
         let mut servers = self.run.servers.alive();

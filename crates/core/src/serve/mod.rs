@@ -84,9 +84,9 @@ pub struct Wanted {
     pub prewarm: bool,
     /// True if only the present clients need the control daemon, which ends after its last client.
     pub retiring: bool,
-    /// The time between two searches for programs without MPS. None if this control daemon's supervisor does not search. If
-    /// several control daemons take turns on a GPU, no compute mode refuses programs without MPS, so one of the supervisors
-    /// searches.
+    /// The time between two regular searches for programs without MPS. None if this control daemon has its GPUs alone, or if
+    /// the supervisor of another control daemon on the GPU searches. If several control daemons take turns on a GPU, no compute
+    /// mode refuses programs without MPS, so one of the supervisors searches regularly.
     pub guard_period: Option<Duration>,
     /// The GPUs of the order that other control daemons still have.
     pub held: HeldGpus,
@@ -116,7 +116,8 @@ pub struct Known {
     /// The time of the next count of the clients, if the control daemon should end.
     count_at: CoreTime,
     bypasses_at: Option<CoreTime>,
-    /// True if the service has just started the control daemon, and has read the state of the GPUs for the start.
+    /// True if the service has just started the control daemon. The service has then read the state of the GPUs for the start,
+    /// and does not read the state again before it configures the control daemon.
     has_just_started: bool,
     /// True once the control daemon has its limits and a server.
     configured: bool,

@@ -15,8 +15,8 @@ use crate::mps::Meaning;
 use crate::view::DaemonView;
 use crate::{CoreTime, Permit};
 
-/// The time between two health checks of a control daemon without clients, and of a control daemon with clients. If a control
-/// daemon hangs, its next client hangs too.
+/// The time between two health checks of a control daemon without clients, and of a control daemon with clients. The health
+/// check should find a control daemon that hangs before its next client comes, since this client would hang too.
 const CHECK_PERIOD: Duration = Duration::from_secs(30);
 const CHECK_PERIOD_IN_USE: Duration = Duration::from_secs(10);
 

@@ -41,7 +41,7 @@ pub enum Part {
 }
 
 impl Part {
-    /// The word for the part on D-Bus.
+    /// The word that stands for the part of the budget on D-Bus.
     pub fn as_str(self) -> &'static str {
         match self {
             Self::Memory => "memory",
@@ -79,8 +79,8 @@ pub fn exceeded(budget: SliceSize, all: InUse) -> BTreeSet<Part> {
 ///
 /// # Errors
 /// The members may belong to several tenants. The service then can't know which tenant exceeds the budget, and ends no work of
-/// the slice: any program can name a slice in its environment, and a foreign program may be older than the clients of the
-/// slice's tenant.
+/// the slice: any program can name a slice in its environment. If a foreign program is older than the clients of the slice's
+/// tenant, the tenant's clients would lose their work, since the newest clients are ended first.
 pub fn may_cut_back<T: PartialEq>(members: &[Member<T>]) -> Result<Permit, String> {
     if let Some(claims) = members.iter().find(|member| member.only_claims) {
         let pid = claims.process.pid;
@@ -232,7 +232,7 @@ mod tests {
         assert_eq!(in_use(&huge).memory_mib, None, "no overflow");
     }
 
-    /// As measured on an H200 with 50 % of the GPU.
+    /// Measured on an H200: NVML reports 71,888 MiB for a client that has filled the limit of a slice with 50 % of the GPU.
     #[test]
     fn a_client_that_fills_its_limit_is_within_the_budget() {
         let half = SliceSize { memory_mib: 71_885, ..BUDGET };

@@ -54,10 +54,10 @@ impl<H> Default for Enforcer<H> {
 impl<H: Clone> Enforcer<H> {
     /// Ends the work of the newest members of each slice that is over its budget, until the other members fit. `over` returns
     /// the slices that are over their budgets at the latest reading. `over` is called again before each end, since the readings
-    /// go on during the attempt. `runs` returns whether a process still runs.
+    /// go on while this function ends clients. `runs` returns whether a process still runs.
     ///
-    /// Returns the clients that the attempt has tried to end. The second value is the reason if a fault, or a control daemon
-    /// that does not answer, has broken off the attempt.
+    /// Returns the clients that this function has tried to end. The second value is the reason if this function has ended no
+    /// further clients because of a fatal GPU error, or because a control daemon has not answered.
     pub async fn enforce<S: ClientShell<Held = H>, T>(
         &mut self,
         shell: &mut S,

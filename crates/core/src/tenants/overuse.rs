@@ -15,8 +15,8 @@ const CALM: Duration = Duration::from_secs(3);
 /// The rate limit for messages of one kind about one slice.
 const MESSAGES: RateLimit = RateLimit::new(4, 1, Duration::from_secs(60));
 
-/// If the service has ended work of a slice this number of times within [`MINUTE`], a tenant starts ended clients again and
-/// again.
+/// If the service has ended work of a slice this number of times within [`MINUTE`], the service assumes that a tenant starts
+/// ended clients again and again.
 const TIMES: usize = 3;
 const MINUTE: Duration = Duration::from_secs(60);
 

@@ -154,8 +154,8 @@ impl AttemptNews {
 #[derive(Debug)]
 pub struct BudgetWatch {
     gpu: SliceBudgets,
-    /// The clients that never lose their work for a budget: those that were on the GPU when the service started, or when a
-    /// reload made a budget smaller. Only clients that come later can be ended.
+    /// The clients that never lose their work for a budget: the clients that were on the GPU when the service started, when a
+    /// reload made a budget smaller, or when an attempt to end clients failed. Only clients that come later can be ended.
     spared: BTreeSet<ProcessId>,
     spares_next: bool,
     /// The slices that have exceeded their budget at least once, by their ordinals.

@@ -21,7 +21,7 @@ pub struct PciAddress {
 
 impl PciAddress {
     /// The short form: lower case, and without the domain if the domain is 0000. The service uses the short form as the name of
-    /// a GPU, like the platform. The short form never contains `-`, which separates the ordinal in a slice's name.
+    /// a GPU, like the platform (Cloudpods). The short form never contains `-`, which separates the ordinal in a slice's name.
     pub fn short(self) -> String {
         if self.domain == 0 {
             format!("{:02x}:{:02x}.{:x}", self.bus, self.device, self.function)

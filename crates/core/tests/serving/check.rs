@@ -309,7 +309,8 @@ fn one_that_could_not_be_reached_is_checked_at_once() {
         "Waiting, not serving: the directory of the control daemon was removed or replaced (nobody listens)"
     ));
     assert_eq!(story.times("inspect with limits"), [0]);
-    // The next act checks the control daemon at once. The act sends no limits to a control daemon that it can't reach.
+    // The story interrupts the act that serves the control daemon. The next act checks the control daemon at once. The act
+    // sends no limits to a control daemon that can't be reached.
     story.break_off(|_| {});
     story.forget();
     story.served(200);

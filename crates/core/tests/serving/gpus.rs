@@ -136,6 +136,7 @@ fn a_server_on_the_gpu_is_not_kept_out() {
 }
 
 /// After a reload that lets the service set compute modes, the service sets the modes without a restart of the control daemon.
+/// The service must not report that another program has changed a mode that the service had never set.
 #[test]
 fn a_mode_that_a_reload_wants_was_changed_by_nobody() {
     let mut story = Story::with_gpus(&["A"]);

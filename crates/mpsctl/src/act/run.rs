@@ -143,8 +143,8 @@ fn label(command: &[OsString]) -> String {
 }
 
 /// If the first argument after the program's name is [`BECOME`], this process starts a new session and executes the command in
-/// the other arguments. The function returns only on a failure, with the exit status that a shell uses: 127 if the command is
-/// not found, otherwise 126. None for any other first argument.
+/// the other arguments. The function then returns only on a failure, with the exit status that a shell uses: 127 if the command
+/// is not found, otherwise 126. None for any other first argument.
 pub(crate) fn become_command(arguments: &[OsString], err: &mut dyn Write) -> Option<u8> {
     let [_, ask, command, rest @ ..] = arguments else { return None };
     if ask != BECOME {

@@ -62,9 +62,10 @@ pub(crate) async fn terminate(
     Ok(())
 }
 
-/// The clients with the GPU work that has ended, from the service's event about this request. The event is not older than
-/// `asked`. The service's list of clients is not used: for this list the service asks the control daemons, and a hung control
-/// daemon would delay the answer. None if no client had GPU work, or if the service does not answer.
+/// Names the clients that have lost their GPU work, as the service's event about this request does. An event from before the
+/// time `asked` is about an earlier request. The service's list of clients is not used: for this list the service asks the
+/// control daemons, and a hung control daemon would delay the answer. None if no client had GPU work, or if the service does
+/// not answer.
 async fn ended_clients(daemon: &DaemonProxy, whom: &Whom, asked: SystemTime) -> Option<String> {
     let named = match whom {
         Whom { pid: Some(pid), .. } => vec![pid.to_string()],

@@ -124,8 +124,8 @@ fn loaded(facts: &Facts) -> Outcome {
     Ok(findings)
 }
 
-/// Reports the effect on CUDA programs that a user starts without a slice. On a host of the platform nothing is reported, since
-/// the platform starts each program with a slice.
+/// Reports how the configuration affects CUDA programs that a user starts without a slice. On a host of the platform nothing is
+/// reported, since the platform starts each program with a slice.
 fn programs(facts: &Facts) -> Outcome {
     let settings = facts.enabled()?;
     let finds_by_itself = facts.directories()?.iter().any(|(pipe, _)| pipe == Path::new(WHERE_CUDA_LOOKS));

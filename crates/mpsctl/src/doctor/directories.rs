@@ -401,7 +401,8 @@ fn ageing(facts: &Facts) -> Outcome {
 
 /// Finds the tmpfiles.d line because of which systemd-tmpfiles removes old files in `directory`. The nearest line for the
 /// directory or for one of its ancestors decides. None if the nearest line has no age, or if a line of type x excludes the
-/// directory. Lines with patterns are ignored, since the remedy of this check writes no pattern.
+/// directory. Lines with patterns are ignored. If only a pattern excludes the directory, the check reports the directory, and
+/// the lines of the remedy, which have no pattern, end the report.
 fn aged_by<'l, F>(directory: &Path, lines: impl Iterator<Item = (&'l str, F)>) -> Option<(&'l str, F)> {
     let mut nearest: Option<(usize, bool, &str, F)> = None;
     for (line, file) in lines {

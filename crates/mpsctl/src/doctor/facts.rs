@@ -39,7 +39,7 @@ pub(super) struct Facts {
     pub(super) sources: Sources,
     pub(super) checked: Checked,
     pub(super) inventory: Inventory,
-    /// Further facts about the GPUs, by UUID.
+    /// The facts that the inventory lacks, for each GPU by its UUID.
     pub(super) gpus: BTreeMap<String, GpuNow>,
     /// The CUDA version of the driver: 13000 means CUDA 13.0.
     pub(super) cuda: Option<u32>,

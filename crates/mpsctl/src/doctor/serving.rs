@@ -34,7 +34,7 @@ pub(super) const CHECKS: &[Check] = &[
     ("clients that wait for clients of other users", waiting),
 ];
 
-/// The subject of the check [`gpus`], which needs the findings of all other checks.
+/// The subject of the check [`gpus`]. This check is not in [`CHECKS`], since it needs the findings of all other checks.
 pub(super) const GPUS: &str = "the health of the GPUs";
 
 /// The most records of the host agent that a finding names.
@@ -282,8 +282,9 @@ fn devices(facts: &Facts) -> Outcome {
     Ok(findings)
 }
 
-/// Finds records of the host agent that the service can't use. For a container with such a record, the service knows the slices
-/// of the clients only from their environment, or not at all.
+/// Finds records of the host agent that the service can't use. The host agent's records name the slices of each container.
+/// Without a usable record, the service knows the slices of a container's clients only from the environment of the clients, or
+/// not at all.
 fn records(facts: &Facts) -> Outcome {
     let servers = &facts.enabled()?.supervision.servers_path;
     if !rustix::process::geteuid().is_root() {
@@ -353,7 +354,7 @@ fn commanders(facts: &Facts) -> Outcome {
             |may: &Word<_>| matches!(may.known(), Some(MayCommand::Nothing | MayCommand::Neighbours));
         client.may_command.as_ref().is_some_and(|may| !is_harmless(may)) && is_contained()
     });
-    // Only clients in containers have `Neighbours`: a program on the host can give a control daemon every command.
+    // Only clients in containers have `Neighbours`: from a root program on the host, a control daemon accepts every command.
     let neighbours =
         list(&|client| client.may_command.as_ref().is_some_and(|may| *may == MayCommand::Neighbours));
     let mut findings = Vec::new();

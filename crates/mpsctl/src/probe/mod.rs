@@ -279,8 +279,8 @@ fn differences(who: &str, limits: ProbeLimits, seen: ContextFacts, all: u32) -> 
     let Some(limit) = limits.memory.filter(|limit| *limit < seen.memory_total) else { return differences };
     let context = CONTEXT_MIB + CONTEXT_MIB_PER_SM * u64::from(seen.sms);
     let least = limit.saturating_sub(context);
-    // The memory of the context counts against the limit. So a client that can allocate as much memory as the limit is not
-    // limited by it.
+    // The memory of the context counts against the limit. So if a client can allocate as much memory as the limit, the limit is
+    // not in force.
     if seen.memory_free >= limit || seen.allocated.is_some_and(|allocated| allocated >= limit) {
         let free = seen.memory_free;
         differences.push(format!(

@@ -28,9 +28,9 @@ pub(super) struct Answers {
 impl Answers {
     /// `slices` has the number of slices for each group of GPUs. A group with 0 gets no slices.
     ///
-    /// Without a device file, the service serves a new GPU at once, and new numbers of render nodes after a boot cause no
-    /// problem. So setup writes a device file only if it must. The platform reads its GPUs from the device file, so a host of
-    /// the platform needs the file.
+    /// Without a device file, the service serves a new GPU at once. A device file names GPUs by their render nodes, and the
+    /// numbers of render nodes may change at a boot. So setup writes a device file only if it must. The platform reads its GPUs
+    /// from the device file, so a host of the platform needs the file.
     pub(super) fn new(found: &HostGpus, slices: &[u32], platform: bool, by_itself: bool) -> Self {
         let mut gpus = Vec::new();
         for (group, slices) in found.groups.iter().zip(slices).filter(|(_, slices)| **slices > 0) {

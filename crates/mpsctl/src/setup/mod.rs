@@ -153,8 +153,9 @@ fn ask(
     };
     let asks = !platform && found.can_isolate_slices();
     let isolates = arguments.isolate_slices || asks && ask_isolation(questions, out)?;
-    // A program without a slice connects to the control daemon in the pipe directory itself. If each slice has its own control
-    // daemon, no control daemon listens there. Then setup does not ask if programs should use a slice automatically.
+    // A program without a slice finds a control daemon only in the pipe directory itself. If each slice has its own control
+    // daemon, the control daemons listen in subdirectories of the pipe directory. Then setup does not ask if programs should
+    // use a slice automatically.
     let by_itself = !platform && !isolates && ask_by_itself(&arguments.sysroot, questions, out)?;
     if by_itself {
         let each = found.groups.iter().zip(&slices);

@@ -73,8 +73,8 @@ type OfGpu = Column<Gpu>;
 type OfDaemon = Column<ControlDaemon>;
 type OfClient = Column<Client>;
 
-// Several tables share the following columns. SLICE has no order for sorting, since the service lists the slices in the order
-// of the configuration.
+// Several tables share the following columns. SLICE needs no `order`: sorting by SLICE keeps the order in which the service
+// lists the slices, which is the order of the configuration.
 const SLICE: Column<Device> = OfSlice::new("SLICE", |one| one.addr.shown());
 const SHARE: Column<Device> = OfSlice::new("SHARE", |one| with_unit(Some(one.mps_thread_percentage), "%"))
     .number()

@@ -12,7 +12,8 @@ const LINES: usize = 5;
 const TIME: usize = "  2026-11-21 12:34:56  ".len();
 
 /// A heading and the lines of the last events, oldest first. If the last fault is older than these events, the first line shows
-/// the fault. Many events can follow a fault, and users need the fault as the reason of an error. None if there are no events.
+/// the fault. Many events can follow a fault, but the fault is often the reason of an error that users see. None if there are
+/// no events.
 pub(super) fn last_events(events: &[Listed<Event>], width: Option<usize>) -> Option<String> {
     let mut shown = folded(events);
     let surplus = shown.len().saturating_sub(LINES);
@@ -47,8 +48,8 @@ fn folded(events: &[Listed<Event>]) -> Vec<(&Event, usize)> {
     all
 }
 
-/// True if the events have the same text, or report requests to end the same GPU work. The texts of two requests differ if each
-/// request has ended other clients.
+/// True if the events have the same text, or report requests with the same PID, container or slices. The texts about two such
+/// requests differ if the requests have ended the GPU work of different clients.
 fn are_alike(one: &Event, other: &Event) -> bool {
     one.text == other.text || one.ended_for.is_some() && one.ended_for == other.ended_for
 }

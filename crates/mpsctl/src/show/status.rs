@@ -127,7 +127,8 @@ impl StatusAnswers {
     }
 }
 
-/// The reasons why control daemons and GPUs do not serve. A reason that the service's own reason already contains is omitted.
+/// The published reasons of control daemons and GPUs. A reason is omitted if the reason of the service's state, or an earlier
+/// reason, already contains the same text.
 fn reasons(
     service: &Service,
     control_daemons: &[Listed<ControlDaemon>],

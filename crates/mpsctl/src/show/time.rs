@@ -21,7 +21,7 @@ pub(crate) fn local(at: SystemTime) -> String {
     local_in(at, TimeZone::system())
 }
 
-/// The time since a moment: `3 min`. A moment in the future counts as now, since the clock was set back.
+/// The time since a moment: `3 min`. The clock may have been set back, so a moment in the future counts as now.
 pub(crate) fn age(at: SystemTime) -> String {
     span(at.elapsed().unwrap_or_default())
 }

@@ -80,7 +80,7 @@ pub fn run(arguments: &[String]) -> u8 {
                 return 1;
             }
             _ => {
-                // A real control daemon also acts as a front end if it does not know an option.
+                // The real `nvidia-cuda-mps-control`, too, becomes a front end if it does not know an option.
                 if version >= 580 {
                     _ = writeln!(io::stderr(), "Unrecognized option  ");
                 }

@@ -36,7 +36,8 @@ async fn published(watched: &mut ReconnectingProxy) -> Result<TopAnswers, BusErr
     Ok(TopAnswers { service, devices, events: daemon.events().await? })
 }
 
-/// The service's list of clients may come late, since the service waits for a control daemon that hangs.
+/// The service's list of clients may come late, since the service waits for a control daemon that hangs. So this request has no
+/// time limit.
 async fn ask_clients(events: UnboundedSender<TopEvent>) {
     let mut watched = ReconnectingProxy::default();
     loop {

@@ -146,8 +146,8 @@ fn time_of_day(at: SystemTime) -> String {
     local.split_once(' ').map_or(local.clone(), |(_, time)| time.to_owned())
 }
 
-/// A newer service may have a state that this version of the program does not know. That state has the colour between good and
-/// bad.
+/// The state `disabled` has the colour between good and bad, as does a state of a newer service that this version of the
+/// program does not know.
 fn tone(service: &Service) -> Tone {
     tone_of_service(&service.state).unwrap_or(Tone::Between)
 }

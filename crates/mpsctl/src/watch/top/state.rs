@@ -211,7 +211,7 @@ impl TopState {
         }
     }
 
-    /// Puts a question on the screen, with which the user confirms the end of the GPU work of the selected client.
+    /// Asks the user to confirm the end of the GPU work of the selected client.
     fn ask(&mut self, model: &Model) {
         if let Some(pid) = self.ending {
             self.message = Some(format!("The GPU work of process {pid} is still being ended."));
