@@ -557,11 +557,11 @@ const DEFECTS: &[Defect] = &[
         "drained-takes-none",
     ),
     (
-        "the search for old links counts as done before the socket is known",
+        "a drain does not tell that the search for old links has failed",
         "links/mod.rs",
-        "!is_complete || self.socket.is_none();",
-        "!is_complete || (self.socket.is_none() && !PUT_BACK);",
-        "",
+        "if is_there && self.searches && !is_complete {",
+        "if is_there && self.searches && !is_complete && !PUT_BACK {",
+        "drained-takes-none",
     ),
     (
         "a control daemon that is in the way of a start is ended with its clients",
