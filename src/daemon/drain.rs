@@ -54,7 +54,7 @@ impl Daemon {
         self.settle();
         linked.map_err(|stuck| {
             RequestError::Failed(format!(
-                "the request to drain or undrain is saved, but new clients can still connect to drained \
+                "the request to drain or undrain is saved, but new clients may still connect to drained \
                  slices: {stuck}"
             ))
         })

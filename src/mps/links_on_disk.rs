@@ -175,7 +175,7 @@ impl SliceDirectories {
         // other slices is needed only while the parent has the flag. When many control daemons release their links, only the
         // first of them searches.
         let kept = immutable::is_set(&self.directory).unwrap_or_default();
-        let others = kept.then(|| self.others(names).unwrap_or_default().0);
+        let others = kept.then(|| self.others(names).0);
         for name in names.iter().chain(others.iter().flatten()) {
             let _ = self.open(name).and_then(|directory| immutable::set(directory, false));
         }
@@ -187,28 +187,46 @@ impl SliceDirectories {
         rustix::fs::openat(&self.directory, name, flags, Mode::empty())
     }
 
-    /// The directories with the name of a slice, except those in `names`. False if some directories may be missing, since other
-    /// users have made many files, or since the directory can't be read to its end.
-    pub(crate) fn others(&self, names: &BTreeSet<String>) -> Result<(BTreeSet<String>, bool), BadDirectory> {
+    /// The directories with the name of a slice, except those in `names`. If some directories may be missing, the reason says
+    /// why.
+    pub(crate) fn others(&self, names: &BTreeSet<String>) -> (BTreeSet<String>, Option<BadDirectory>) {
+        let incomplete = |what: String, remedy: &str| BadDirectory {
+            path: self.path.clone(),
+            problem: Problem::new(
+                format!("links of slices that are not configured may be left here: {what}"),
+                remedy,
+            ),
+        };
+        let unreadable = |error: Errno| {
+            incomplete(format!("the directory can't be read: {error}"), "check its file system")
+        };
+        let mut others = BTreeSet::new();
         let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC;
-        let entries = rustix::fs::openat(&self.directory, ".", flags, Mode::empty()).and_then(Dir::new);
-        let entries = entries.map_err(|error| bad(&self.path, &error.into()))?;
-        let (mut others, mut looked_at) = (BTreeSet::new(), 0);
+        let entries = match rustix::fs::openat(&self.directory, ".", flags, Mode::empty()).and_then(Dir::new)
+        {
+            Ok(entries) => entries,
+            Err(error) => return (others, Some(unreadable(error))),
+        };
+        let mut looked_at = 0;
         for entry in entries {
-            let Ok(entry) = entry else { return Ok((others, false)) };
+            let entry = match entry {
+                Ok(entry) => entry,
+                Err(error) => return (others, Some(unreadable(error))),
+            };
             let Ok(name) = entry.file_name().to_str() else { continue };
             if name.starts_with('.') || names.contains(name) {
                 continue;
             }
             if looked_at == OTHERS {
-                return Ok((others, false));
+                let many = format!("the directory has more than {OTHERS} other files");
+                return (others, Some(incomplete(many, "remove the files that belong to no slice")));
             }
             looked_at += 1;
             if SliceId::with_directory_name(name).is_some() {
                 others.insert(name.to_owned());
             }
         }
-        Ok((others, true))
+        (others, None)
     }
 }
 
@@ -344,7 +362,7 @@ mod tests {
                 }
             }
             let names = names.iter().map(|name| (*name).to_owned()).collect();
-            for name in slices.others(&names).unwrap().0 {
+            for name in slices.others(&names).0 {
                 slices.close(&name, Some(socket.id)).unwrap();
             }
             (made, moved)
@@ -465,8 +483,10 @@ mod tests {
             fs::write(slices.join(format!("{:04x}_01_00.0-0", number + 1)), "").unwrap();
         }
         let directories = SliceDirectories::existing(&slices).unwrap().unwrap();
-        let (others, is_complete) = directories.others(&BTreeSet::new()).unwrap();
-        assert_eq!((others.len(), is_complete), (OTHERS, false));
+        let (others, incomplete) = directories.others(&BTreeSet::new());
+        assert_eq!(others.len(), OTHERS);
+        let said = incomplete.unwrap().to_string();
+        assert!(said.contains("more than 512 other files"), "{said}");
     }
 
     /// A release removes the immutable flag from all slices' directories. It checks the directories of other slices only if the

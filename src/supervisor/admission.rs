@@ -155,7 +155,7 @@ impl SharedAdmission {
     }
 
     /// Makes and removes links after slices were closed or opened. Returns the links that can't be removed, in words.
-    pub(super) fn apply_to_all(&self) -> BTreeSet<String> {
+    pub(super) fn link(&self) -> BTreeSet<String> {
         self.lock().links.search();
         if let Err(bad) = self.apply() {
             tracing::debug!("{bad}");
@@ -275,15 +275,10 @@ impl Directories<PathBuf> for FileDirectories {
         Ok(self.slices.is_some())
     }
 
-    fn other_slices(&self, names: &BTreeSet<String>) -> (BTreeSet<String>, bool) {
-        match self.slices.as_ref().map(|slices| slices.others(names)) {
-            Some(Ok(others)) => others,
-            Some(Err(bad)) => {
-                tracing::debug!("{bad}");
-                (BTreeSet::new(), false)
-            }
-            None => (BTreeSet::new(), false),
-        }
+    fn other_slices(&self, names: &BTreeSet<String>) -> (BTreeSet<String>, Option<Bad>) {
+        let Some(slices) = &self.slices else { return (BTreeSet::new(), Some(NOT_OPEN.to_owned())) };
+        let (others, incomplete) = slices.others(names);
+        (others, incomplete.map(|bad| bad.to_string()))
     }
 
     fn lead_slice(&mut self, name: &str) -> Result<bool, Bad> {

@@ -145,7 +145,7 @@ impl SupervisorHandle {
     /// Makes and removes links, even while an act runs, so that no drained slice has a link. Returns the links that can't be
     /// removed, in words.
     pub(crate) fn link(&self) -> BTreeSet<String> {
-        self.admission.apply_to_all()
+        self.admission.link()
     }
 
     pub(crate) fn check(&self) {

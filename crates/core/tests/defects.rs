@@ -559,8 +559,8 @@ const DEFECTS: &[Defect] = &[
     (
         "a drain does not tell that the search for old links has failed",
         "links/mod.rs",
-        "if is_there && self.searches && !is_complete {",
-        "if is_there && self.searches && !is_complete && !PUT_BACK {",
+        "self.stuck.extend(incomplete);",
+        "self.stuck.extend(incomplete.filter(|_| !PUT_BACK));",
         "drained-takes-none",
     ),
     (

@@ -107,10 +107,14 @@ impl Directories<Path> for Disk {
         Ok(self.is_there)
     }
 
-    fn other_slices(&self, names: &BTreeSet<String>) -> (BTreeSet<String>, bool) {
+    fn other_slices(&self, names: &BTreeSet<String>) -> (BTreeSet<String>, Option<Bad>) {
         let here = self.slices.keys().filter(|(path, _)| Some(*path) == self.opened);
         let others = here.map(|(_, name)| name.clone()).filter(|name| !names.contains(name));
-        if self.is_hidden { (BTreeSet::new(), false) } else { (others.collect(), true) }
+        if self.is_hidden {
+            (BTreeSet::new(), Some("slices can't be listed".to_owned()))
+        } else {
+            (others.collect(), None)
+        }
     }
 
     fn lead_slice(&mut self, name: &str) -> Result<bool, Bad> {
@@ -173,7 +177,7 @@ impl ClosedSlices for Drained {
     }
 }
 
-fn nobody() -> Drained {
+fn none_drained() -> Drained {
     Drained::default()
 }
 
@@ -199,7 +203,7 @@ fn linked() -> Linked<Path> {
 fn leading(disk: &mut Disk) -> Links<Path> {
     let mut links = Links::new(Some(wanted()), None);
     links.lead(linked(), &wanted());
-    links.apply(disk, &nobody()).unwrap();
+    links.apply(disk, &none_drained()).unwrap();
     links
 }
 
@@ -220,7 +224,7 @@ fn texts<const N: usize>(names: [&str; N]) -> BTreeSet<String> {
 fn nobody_is_led_to_a_control_daemon_without_limits() {
     let mut disk = Disk::new();
     let mut links = Links::new(Some(wanted()), Some(linked()));
-    links.apply(&mut disk, &nobody()).unwrap();
+    links.apply(&mut disk, &none_drained()).unwrap();
     assert_eq!(disk.leading_to_ours(), [""; 0]);
     let not_yet = [
         ("s-0", "slices/s-0 has no socket of a control daemon yet"),
@@ -229,7 +233,7 @@ fn nobody_is_led_to_a_control_daemon_without_limits() {
     assert_eq!(links.missing(), &missing(Some("pipe has no socket of a control daemon yet"), &not_yet));
     assert!(!disk.is_there && disk.kept.is_empty(), "nothing is made and kept before its time");
     links.lead(linked(), &wanted());
-    links.apply(&mut disk, &nobody()).unwrap();
+    links.apply(&mut disk, &none_drained()).unwrap();
     assert_eq!(disk.leading_to_ours(), ["pipe", "s-0", "s-1"]);
     assert_eq!(links.missing(), &missing(None, &[]));
     assert_eq!(disk.kept, texts(["pipe", "s-0", "s-1"]));
@@ -257,7 +261,7 @@ fn a_drained_slice_loses_its_link_whoever_it_leads_to() {
     links.apply(&mut disk, &drained(["s-0", "s-1"])).unwrap();
     assert_eq!(disk.leading_to_ours(), [""; 0]);
     assert_eq!(links.missing(), &missing(None, &[]));
-    links.apply(&mut disk, &nobody()).unwrap();
+    links.apply(&mut disk, &none_drained()).unwrap();
     assert_eq!(disk.leading_to_ours(), ["pipe", "s-0", "s-1"]);
 }
 
@@ -269,14 +273,14 @@ fn one_that_retires_leads_nobody_and_keeps_nothing() {
     disk.others_lead("s-1", ANOTHERS);
     assert!(links.pursue(retiring()));
     assert!(!links.pursue(retiring()), "it is the same");
-    links.apply(&mut disk, &nobody()).unwrap();
+    links.apply(&mut disk, &none_drained()).unwrap();
     assert_eq!(disk.leading_to_ours(), [""; 0]);
     assert_eq!(disk.slices.values().collect::<Vec<_>>(), [&ANOTHERS], "the next one's link stays");
     assert!(disk.kept.is_empty());
     assert_eq!(links.missing(), &missing(None, &[]));
     // The next order lets the control daemon serve again, with the same limits. So the links come back at once.
     assert!(links.pursue(wanted()));
-    links.apply(&mut disk, &nobody()).unwrap();
+    links.apply(&mut disk, &none_drained()).unwrap();
     assert_eq!(disk.leading_to_ours(), ["pipe", "s-0", "s-1"]);
 }
 
@@ -289,7 +293,7 @@ fn another_order_leads_nobody_new_until_its_limits_are_told() {
     more.slices.insert("s-2".to_owned(), "A".to_owned());
     more.slices.remove("s-0");
     links.pursue(more.clone());
-    links.apply(&mut disk, &nobody()).unwrap();
+    links.apply(&mut disk, &none_drained()).unwrap();
     assert_eq!(disk.leading_to_ours(), ["pipe", "s-1"], "a slice of before has gone, and the others stay");
     assert_eq!(
         links.missing(),
@@ -298,12 +302,12 @@ fn another_order_leads_nobody_new_until_its_limits_are_told() {
     assert!(disk.kept.is_empty());
     // The control daemon has only the limits of the former order. So the service makes only links that both orders have.
     links.lead(linked(), &wanted());
-    links.apply(&mut disk, &nobody()).unwrap();
+    links.apply(&mut disk, &none_drained()).unwrap();
     assert_eq!(disk.leading_to_ours(), ["pipe", "s-1"]);
     // The control daemon has got its limits with an order to retire. The new order has the same limits, so the service makes
     // all links of the new order.
     links.lead(linked(), &WantedLinks { retiring: true, ..more });
-    links.apply(&mut disk, &nobody()).unwrap();
+    links.apply(&mut disk, &none_drained()).unwrap();
     assert_eq!(disk.leading_to_ours(), ["pipe", "s-1", "s-2"]);
 }
 
@@ -315,7 +319,7 @@ fn slices_of_a_gpu_that_another_one_has_stay_with_that_one() {
     let mut links = Links::new(Some(both.clone()), None);
     disk.others_lead("s-2", ANOTHERS);
     links.lead(linked(), &both);
-    links.apply(&mut disk, &nobody()).unwrap();
+    links.apply(&mut disk, &none_drained()).unwrap();
     assert_eq!(disk.leading_to_ours(), ["pipe", "s-0", "s-1"]);
     assert_eq!(disk.slices.get(&("slices", "s-2".to_owned())), Some(&ANOTHERS));
     assert_eq!(links.missing(), &missing(None, &[]));
@@ -343,7 +347,7 @@ fn strangers_among_the_directories_are_left_alone_unless_they_leading_to_ours() 
     disk.others_lead("s-9", ANOTHERS);
     disk.others_lead("no slice", ANOTHERS);
     let adopted = || Links::new(Some(wanted()), Some(linked()));
-    adopted().apply(&mut disk, &nobody()).unwrap();
+    adopted().apply(&mut disk, &none_drained()).unwrap();
     assert_eq!(disk.leading_to_ours(), ["pipe", "s-0", "s-1"]);
     assert_eq!(disk.slices.len(), 4);
     adopted().apply(&mut disk, &drained(["s-9"])).unwrap();
@@ -357,31 +361,28 @@ fn other_directories_are_searched_until_no_link_can_be_left_there() {
     disk.others_lead("s-8", OURS);
     let socket = core::mem::replace(&mut disk.socket, Err("its directory is a file".to_owned()));
     let mut links = Links::new(Some(wanted()), Some(linked()));
-    links.apply(&mut disk, &nobody()).unwrap_err();
+    links.apply(&mut disk, &none_drained()).unwrap_err();
     assert!(links.stuck().is_empty(), "the socket is not known yet");
     (disk.socket, disk.is_hidden) = (socket, true);
-    links.apply(&mut disk, &nobody()).unwrap();
-    assert_eq!(
-        links.stuck(),
-        &texts(["slices can't be searched for links of slices that are not configured"])
-    );
+    links.apply(&mut disk, &none_drained()).unwrap();
+    assert_eq!(links.stuck(), &texts(["slices can't be listed"]));
     disk.is_hidden = false;
-    links.apply(&mut disk, &nobody()).unwrap();
+    links.apply(&mut disk, &none_drained()).unwrap();
     assert_eq!(links.stuck(), &texts(["s-8 can't be changed"]));
     disk.stuck.clear();
-    links.apply(&mut disk, &nobody()).unwrap();
+    links.apply(&mut disk, &none_drained()).unwrap();
     assert_eq!(disk.leading_to_ours(), ["pipe", "s-0", "s-1"]);
     // The service assumes that no other program makes links in the directories of slices. After a complete search, the passes
     // therefore look only at the slices of the order, and the link of `s-8` stays until the next search.
     disk.others_lead("s-8", OURS);
-    links.apply(&mut disk, &nobody()).unwrap();
+    links.apply(&mut disk, &none_drained()).unwrap();
     assert_eq!(disk.leading_to_ours(), ["pipe", "s-0", "s-1", "s-8"]);
     links.search();
-    links.apply(&mut disk, &nobody()).unwrap();
+    links.apply(&mut disk, &none_drained()).unwrap();
     assert_eq!(disk.leading_to_ours(), ["pipe", "s-0", "s-1"]);
     disk.others_lead("s-8", OURS);
     links.pursue(WantedLinks { retiring: true, ..wanted() });
-    links.apply(&mut disk, &nobody()).unwrap();
+    links.apply(&mut disk, &none_drained()).unwrap();
     assert_eq!(disk.leading_to_ours(), [""; 0]);
 }
 
@@ -391,7 +392,7 @@ fn links_that_others_have_taken_away_are_renewed_and_told_once() {
     let mut links = leading(&mut disk);
     disk.pipes.clear();
     disk.slices.remove(&("slices", "s-0".to_owned()));
-    links.apply(&mut disk, &nobody()).unwrap();
+    links.apply(&mut disk, &none_drained()).unwrap();
     assert_eq!(disk.leading_to_ours(), ["pipe", "s-0", "s-1"]);
     let renewed = [Way::Pipe, Way::Slice("s-0".to_owned())].into();
     assert_eq!(links.take_events(), (renewed, BTreeSet::new()));
@@ -411,7 +412,7 @@ fn the_last_look_changes_nothing_unless_somebody_else_goes_on() {
     let mut disk = Disk::new();
     let mut links = leading(&mut disk);
     disk.attempts = 0;
-    links.apply(&mut disk, &nobody()).unwrap();
+    links.apply(&mut disk, &none_drained()).unwrap();
     assert_eq!(disk.attempts, 2, "all were there");
 }
 
@@ -424,7 +425,7 @@ fn a_link_that_cannot_be_made_is_missing_with_the_reason() {
     assert_eq!(links.missing(), &reasons);
     assert!(links.stuck().is_empty());
     disk.stuck.clear();
-    links.apply(&mut disk, &nobody()).unwrap();
+    links.apply(&mut disk, &none_drained()).unwrap();
     assert_eq!(links.missing(), &missing(None, &[]));
     assert_eq!(links.take_events(), no_news(), "they have not led here before");
 }
@@ -451,7 +452,7 @@ fn directories_of_slices_that_cannot_be_used_are_named() {
     assert_eq!(links.stuck(), &texts(["slices is a file"]), "nobody knows where s-0 leads");
     // If no slice is drained and no link has to be made, a bad directory is no problem.
     links.pursue(retiring());
-    links.apply(&mut disk, &nobody()).unwrap();
+    links.apply(&mut disk, &none_drained()).unwrap();
     assert_eq!((links.missing(), links.stuck()), (&missing(None, &[]), &BTreeSet::new()));
 }
 
@@ -466,14 +467,14 @@ fn directories_of_slices_that_are_not_there_are_not_made_for_a_drain() {
 }
 
 #[test]
-fn a_socket_that_is_not_there_leads_nobody() {
+fn a_socket_that_is_not_there_leads_none_drained() {
     let mut disk = Disk::new();
     let mut links = leading(&mut disk);
     // The directory of the control daemon's socket was removed. The existing links still work, since a hard link leads to the
     // socket itself.
     disk.socket = Err("its directory is gone".to_owned());
     disk.pipes.clear();
-    assert_eq!(links.apply(&mut disk, &nobody()), Err("its directory is gone".to_owned()));
+    assert_eq!(links.apply(&mut disk, &none_drained()), Err("its directory is gone".to_owned()));
     assert_eq!(disk.leading_to_ours(), ["s-0", "s-1"]);
     assert_eq!(links.missing(), &missing(None, &[]));
     assert!(links.apply(&mut disk, &drained(["s-0", "s-1"])).is_err());
@@ -482,11 +483,11 @@ fn a_socket_that_is_not_there_leads_nobody() {
     let mut disk = Disk { socket: Ok(None), ..Disk::new() };
     let mut links = Links::new(Some(wanted()), None);
     links.lead(linked(), &wanted());
-    assert_eq!(links.apply(&mut disk, &nobody()), Ok(()));
+    assert_eq!(links.apply(&mut disk, &none_drained()), Ok(()));
     assert!(links.missing().contains_key(&Way::Pipe) && disk.leading_to_ours().is_empty());
     links.pursue(retiring());
     disk.others_lead("s-0", ANOTHERS);
-    links.apply(&mut disk, &nobody()).unwrap();
+    links.apply(&mut disk, &none_drained()).unwrap();
     assert_eq!(disk.slices.len(), 1, "whoever has never seen its socket takes no link away");
 }
 
@@ -501,7 +502,7 @@ fn a_pipe_directory_alone_is_the_way_of_all_slices() {
     let why = "pipe can't be changed";
     assert_eq!(links.missing(), &missing(Some(why), &[("s-1", why)]), "s-0 is drained");
     disk.stuck.clear();
-    links.apply(&mut disk, &nobody()).unwrap();
+    links.apply(&mut disk, &none_drained()).unwrap();
     assert_eq!((links.missing(), disk.leading_to_ours()), (&missing(None, &[]), vec!["pipe"]));
     assert_eq!(disk.kept, texts(["pipe"]));
 }
@@ -512,14 +513,14 @@ fn one_of_before_with_its_socket_in_the_pipe_directory_needs_no_link_there() {
     let mut disk = Disk::new();
     let mut links = Links::new(Some(wanted()), None);
     links.lead(running.clone(), &wanted());
-    links.apply(&mut disk, &nobody()).unwrap();
+    links.apply(&mut disk, &none_drained()).unwrap();
     assert_eq!(disk.leading_to_ours(), ["s-0", "s-1"]);
     assert_eq!(disk.kept, texts(["s-0", "s-1"]));
     // If the order has no directories of slices, the service reads and changes nothing.
     disk.socket = Err("nobody may ask".to_owned());
     let order = WantedLinks { slices_in: None, ..wanted() };
     let mut links = Links::new(Some(order), Some(Linked { slices_in: None, ..running }));
-    assert_eq!(links.apply(&mut disk, &nobody()), Ok(()));
+    assert_eq!(links.apply(&mut disk, &none_drained()), Ok(()));
 }
 
 #[test]
@@ -528,12 +529,12 @@ fn an_order_with_another_pipe_directory_changes_nothing_until_the_next_one_runs(
     let mut links = leading(&mut disk);
     let other = WantedLinks { pipe: "elsewhere", slices_in: Some("other slices"), ..wanted() };
     links.pursue(other.clone());
-    links.apply(&mut disk, &nobody()).unwrap();
+    links.apply(&mut disk, &none_drained()).unwrap();
     assert_eq!((links.slices_in(), disk.leading_to_ours()), (Some("slices"), vec!["pipe", "s-0", "s-1"]));
     links.end(&mut disk);
     assert!(disk.kept.is_empty());
     links.lead(Linked { pipe: "elsewhere", slices_in: Some("other slices"), ..linked() }, &other);
-    links.apply(&mut disk, &nobody()).unwrap();
+    links.apply(&mut disk, &none_drained()).unwrap();
     assert_eq!(links.slices_in(), Some("other slices"));
     assert!(disk.pipes.contains_key("elsewhere"));
 }
@@ -554,17 +555,17 @@ fn the_next_one_of_the_same_order_finds_its_directories_kept() {
     let mut disk = Disk::new();
     let mut links = leading(&mut disk);
     disk.pipes.clear();
-    links.apply(&mut disk, &nobody()).unwrap();
+    links.apply(&mut disk, &none_drained()).unwrap();
     links.end(&mut disk);
     assert_eq!(disk.kept, texts(["pipe", "s-0", "s-1"]));
     assert_eq!(links.take_events().0, [Way::Pipe].into(), "its news are told after its end");
-    links.apply(&mut disk, &nobody()).unwrap();
+    links.apply(&mut disk, &none_drained()).unwrap();
     assert_eq!(links.missing(), &missing(None, &[]), "nobody runs");
     // The next control daemon has its limits, so all links turn from the waiting socket to its socket. A link that is missing
     // at this moment is made like the other links, and is not reported as removed by another program.
     links.lead(linked(), &retiring());
     disk.pipes.clear();
-    links.apply(&mut disk, &nobody()).unwrap();
+    links.apply(&mut disk, &none_drained()).unwrap();
     assert_eq!(links.take_events(), no_news());
 }
 
@@ -573,15 +574,15 @@ fn the_door_of_the_next_one_leads_nobody_to_it_before_its_limits_are_told() {
     let mut disk = Disk::new();
     let mut links = leading(&mut disk);
     links.end(&mut disk);
-    links.apply(&mut disk, &nobody()).unwrap();
+    links.apply(&mut disk, &none_drained()).unwrap();
     // The service wants to end the control daemon after a failure, but the control daemon still runs.
     links.keep_waiting();
-    links.apply(&mut disk, &nobody()).unwrap();
+    links.apply(&mut disk, &none_drained()).unwrap();
     links.reopen_ways();
-    links.apply(&mut disk, &nobody()).unwrap();
+    links.apply(&mut disk, &none_drained()).unwrap();
     assert_eq!(disk.leading_to_ours(), [""; 0]);
     links.lead(linked(), &wanted());
-    links.apply(&mut disk, &nobody()).unwrap();
+    links.apply(&mut disk, &none_drained()).unwrap();
     assert_eq!(disk.leading_to_ours(), ["pipe", "s-0", "s-1"]);
     for is_closed in [true, false] {
         if is_closed {
@@ -589,7 +590,7 @@ fn the_door_of_the_next_one_leads_nobody_to_it_before_its_limits_are_told() {
         } else {
             links.reopen_ways();
         }
-        links.apply(&mut disk, &nobody()).unwrap();
+        links.apply(&mut disk, &none_drained()).unwrap();
         assert_eq!(disk.leading_to_ours().is_empty(), is_closed);
     }
 }
@@ -600,7 +601,7 @@ fn a_service_that_ends_gives_the_directories_back() {
     let mut links = leading(&mut disk);
     links.release(&mut disk);
     assert!(disk.kept.is_empty());
-    links.apply(&mut disk, &nobody()).unwrap();
+    links.apply(&mut disk, &none_drained()).unwrap();
     assert_eq!(disk.kept.len(), 3, "only for a moment");
     disk.kept.insert("elsewhere".to_owned());
     links.pursue(WantedLinks { pipe: "elsewhere", ..wanted() });
@@ -608,6 +609,6 @@ fn a_service_that_ends_gives_the_directories_back() {
     assert!(disk.kept.is_empty());
     links.pursue(wanted());
     links.lead(linked(), &wanted());
-    links.apply(&mut disk, &nobody()).unwrap();
+    links.apply(&mut disk, &none_drained()).unwrap();
     assert!(disk.kept.is_empty() && disk.leading_to_ours().len() == 3);
 }

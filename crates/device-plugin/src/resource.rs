@@ -114,7 +114,8 @@ impl Resource {
         let (sender, receiver) = watch::channel(offered);
         // Each connection clones the closure below. A clone of the receiver itself would count as a kubelet in `has_listener`,
         // so all clones share one receiver.
-        let (resource, name, offered) = (name.to_owned(), name.to_owned(), Arc::new(receiver));
+        let (resource, offered) = (name.to_owned(), Arc::new(receiver));
+        let name = resource.clone();
         let mut until_dropped = sender.subscribe();
         let answer = service_fn(move |request| {
             let (name, manner, offered) = (name.clone(), manner.clone(), Arc::clone(&offered));

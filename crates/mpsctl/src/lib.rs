@@ -271,9 +271,9 @@ enum Command {
         without a request to the service. This container can start new clients until every slice of its \
         control daemon is drained. With drivers before 580 the container can start new clients even \
         then.\n\n\
-        --wait waits for every client of a drained slice. --wait also waits for every client whose slice is \
-        not known and that is on the same GPU, or on no GPU yet, since this client may use the drained \
-        slice. Ctrl-C ends the wait, but the slices stay drained.\n\n\
+        --wait waits for every client of a drained slice. A client without a known slice may use the drained \
+        slice too. So --wait also waits for such a client on the same GPU, or on no GPU yet. Ctrl-C ends the \
+        wait, but the slices stay drained.\n\n\
         Exit status: 0 with --wait only if no client is left.\n\n\
         Examples:\n  \
         yunion-mpsctl drain 00:06.0-1\n  \

@@ -104,11 +104,11 @@ impl Directories<u8> for SimDirectories<'_> {
         Ok(true)
     }
 
-    fn other_slices(&self, names: &BTreeSet<String>) -> (BTreeSet<String>, bool) {
+    fn other_slices(&self, names: &BTreeSet<String>) -> (BTreeSet<String>, Option<Bad>) {
         if self.is_hidden {
-            return (BTreeSet::new(), false);
+            return (BTreeSet::new(), Some("the directories can't be listed".to_owned()));
         }
-        (self.ways.keys().filter(|name| !names.contains(*name)).cloned().collect(), true)
+        (self.ways.keys().filter(|name| !names.contains(*name)).cloned().collect(), None)
     }
 
     fn lead_slice(&mut self, name: &str) -> Result<bool, Bad> {

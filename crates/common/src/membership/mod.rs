@@ -6,7 +6,7 @@
 //!   slice by its environment.
 //! * Mounts: a container's runtime mounts the directories of the container's slices. No program in the container can mount the
 //!   directory of another slice. So in a container the mounts count, whatever the environment says.
-//! * The records of Cloudpods's host agent: the devices of each container. No program in the container can change the records.
+//! * The records of the host agent of Cloudpods: the devices of each container. No program in the container can change the records.
 //!   The records count if root has not bound the control group and the container's mounts show no slice.
 //! * The environment: a variable names the slice, or the directory in which the process searches for its control daemon. The
 //!   environment counts if no other source names a slice: for a process on the host, or if an agent, such as the host agent of

@@ -84,9 +84,9 @@ pub trait Directories<D> {
     /// The directory can't be used.
     fn open_slices(&mut self, slices_in: &D, make: bool) -> Result<bool, Bad>;
 
-    /// The names of the existing directories that can belong to slices, without the names in `names`. False if there may be
-    /// more such directories.
-    fn other_slices(&self, names: &BTreeSet<String>) -> (BTreeSet<String>, bool);
+    /// The names of the existing directories that can belong to slices, without the names in `names`. If there may be more such
+    /// directories, the reason says why.
+    fn other_slices(&self, names: &BTreeSet<String>) -> (BTreeSet<String>, Option<Bad>);
 
     /// Makes the link in the directory of a slice point to the socket that was found last. Returns false if the link already
     /// pointed there.

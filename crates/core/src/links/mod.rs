@@ -375,14 +375,15 @@ impl<D: Clone + PartialEq> Links<D> {
     ) {
         let found = directories.open_slices(slices_in, is_found && self.makes_all());
         let is_there = matches!(found, Ok(true));
-        let (names, is_complete) = self.names(is_there, directories);
-        if is_there && self.searches && !is_complete {
-            let path = directories.shown(slices_in, None);
-            self.stuck.insert(path + " can't be searched for links of slices that are not configured");
+        let mut names = self.names();
+        if is_there && (self.searches || self.wanted.is_none()) {
+            let (others, incomplete) = directories.other_slices(&names);
+            names.extend(others);
+            // Without the identity of the control daemon's socket, this pass can't recognize a link to the control daemon, so
+            // the next pass has to search again.
+            self.searches = incomplete.is_some() || self.socket.is_none();
+            self.stuck.extend(incomplete);
         }
-        // Without the identity of the control daemon's socket, this pass can't recognize a link to the control daemon, so the
-        // next pass has to search again.
-        self.searches &= !is_complete || self.socket.is_none();
         for name in names {
             let target = target(&name, self.wanted.as_ref(), &running.gpus, closed);
             let led = match (target, &found) {
@@ -433,20 +434,14 @@ impl<D: Clone + PartialEq> Links<D> {
         [self.socket, self.waiting_socket].into_iter().flatten()
     }
 
-    /// The names of the slices' directories that may have a link to the control daemon. True if the directories of all slices
-    /// of the host were found.
-    fn names(&self, is_there: bool, directories: &impl Directories<D>) -> (BTreeSet<String>, bool) {
+    /// The names of the slices' directories that may have a link to the control daemon, apart from old links.
+    fn names(&self) -> BTreeSet<String> {
         let mut names = self.names_of_order();
         names.extend(self.lead.iter().filter_map(|way| match way {
             Way::Slice(name) => Some(name.clone()),
             Way::Pipe => None,
         }));
-        if is_there && (self.searches || self.wanted.is_none()) {
-            let (others, is_complete) = directories.other_slices(&names);
-            names.extend(others);
-            return (names, is_complete);
-        }
-        (names, false)
+        names
     }
 
     /// Records `led`, the result of an attempt to make the link in the place `way`. `led` is None if there was no attempt; an

@@ -52,7 +52,8 @@ fn bus(facts: &Facts) -> Outcome {
             "service-silent",
             UNIT,
             "the service runs, but does not answer",
-            "read journalctl -u yunion-mps-daemon, then run systemctl restart yunion-mps-daemon: running jobs carry on",
+            "read journalctl -u yunion-mps-daemon, then run systemctl restart yunion-mps-daemon: running jobs \
+             carry on",
         ),
         Err(reason @ (BusError::Refused(_) | BusError::Other { .. })) => error(
             "service-refuses",
