@@ -89,6 +89,14 @@ const DEFECTS: &[Defect] = &[
         "the-view-is-true",
     ),
     (
+        "a server that has ended gets limits",
+        "serve/limits.rs",
+        "let Some(known) = self.run.servers.running(server) else { return Ok(None) };",
+        "let Some(known) = self.run.servers.get(server).filter(|known| PUT_BACK || known.exit_status.is_none())\n        \
+         else {\n            return Ok(None);\n        };",
+        "the-ended-get-no-limits",
+    ),
+    (
         "a client that has come is taken for the one that had its PID before",
         "register/mod.rs",
         "if entry.client.process != process {",

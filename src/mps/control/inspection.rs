@@ -6,7 +6,7 @@ use std::fmt::Write as _;
 use std::iter::Peekable;
 
 use common::host::driver::is_unknown_command;
-use mps_core::mps::{Inspection, Limits};
+use mps_core::mps::{Inspection, Limits, ServerStatus};
 
 use super::SERVERS;
 use super::answers::parse_status;
@@ -80,9 +80,14 @@ pub(super) fn set(limits: &Limits) -> Vec<String> {
     [format!("{}.0", limits.thread_percentage)].into_iter().chain(memory).collect()
 }
 
-/// The servers in the answer to [`setting`]. None if the limits in the answer differ from `limits`.
+/// The servers in the answer to [`setting`]. None if the limits in the answer differ from `limits`. If the server has ended, each
+/// command about it has an error as its answer, and the servers follow.
 pub(super) fn parse_set(answer: &str, limits: &Limits) -> Option<Vec<u32>> {
     let mut lines = lines(answer);
+    let is_gone = |line: &&str| parse_status(line) == Some(ServerStatus::Gone);
+    if lines.peek().is_some_and(is_gone) {
+        return pids(lines.skip_while(is_gone));
+    }
     set(limits).into_iter().all(|limit| lines.next() == Some(&limit)).then(|| pids(lines))?
 }
 
@@ -137,7 +142,6 @@ fn as_read_back(mib: u64) -> String {
 
 #[cfg(test)]
 mod tests {
-    use mps_core::mps::ServerStatus;
     use proptest::prelude::*;
 
     use super::*;
@@ -210,12 +214,21 @@ mod tests {
 
     #[test]
     fn limits_that_are_set_are_read_back() {
-        let set = |answer| parse_set(answer, &limits());
+        let set = |answer: &str| parse_set(answer, &limits());
         assert_eq!(set("25.0\n35G\n512M"), Some(vec![]));
         assert_eq!(set("25.0\n35G\n512M\n939"), Some(vec![939]));
-        for other in
-            ["", "30.0\n35G\n512M", "25.0\n34G\n512M", "25.0\n35G", "25.0\n35G\n939", "Server 939 not found"]
-        {
+        let gone = "Server 939 not found\n".repeat(3);
+        assert_eq!(set(&gone), Some(vec![]));
+        assert_eq!(set(&format!("{gone}944")), Some(vec![944]));
+        for other in [
+            "",
+            "30.0\n35G\n512M",
+            "25.0\n34G\n512M",
+            "25.0\n35G",
+            "25.0\n35G\n939",
+            "25.0\nServer 939 not found",
+            "Server 939 not found\n25.0",
+        ] {
             assert_eq!(set(other), None, "{other:?}");
         }
     }

@@ -213,7 +213,7 @@ impl Control {
     /// Sets the active thread percentage, and the pinned memory limit of each GPU in MiB. The limits apply to the next clients
     /// of the running `server`, or without `server` to servers that are started later. The control daemon accepts any value, so
     /// the same front end reads all limits back. The control daemon reports memory limits only in whole GiB, and only the
-    /// server's log has the exact values. Returns the PIDs of the servers.
+    /// server's log has the exact values. Returns the PIDs of the servers. A `server` that has ended is not among them.
     pub(crate) async fn set_limits(
         &self,
         server: Option<u32>,

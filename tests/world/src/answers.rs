@@ -36,6 +36,18 @@ pub(crate) fn read_line(mps: &mut Mps) -> Option<Said> {
     Some(Said { meaning, is_news })
 }
 
+impl Mps {
+    /// Returns whether the service has read in the log that this server has ended.
+    pub(crate) fn has_read_the_end_of(&self, pid: u32) -> bool {
+        let of_server = |line: &&Meaning| match line {
+            Meaning::ServerStarting { server, .. } | Meaning::ServerExited { server, .. } => *server == pid,
+            _ => false,
+        };
+        let read = self.log.iter().take(self.reader.position);
+        matches!(read.rev().find(of_server), Some(Meaning::ServerExited { .. }))
+    }
+}
+
 pub(crate) fn inspect(mps: &mut Mps, asked: &[u32], limits: Option<&Limits>) -> Inspection {
     let status = |pid: &u32| {
         let known = mps.servers.get(pid).map_or(ServerStatus::Gone, |one| one.status);

@@ -338,16 +338,22 @@ impl Shell for SimShell {
             match server.map(|pid| mps.servers.get_mut(&pid)) {
                 None => mps.defaults = setting,
                 Some(Some(one)) if one.status != ServerStatus::Initializing => one.setting = setting,
-                Some(_) => return Err(Failure::NotUnderstood("the server takes no limits".to_owned())),
+                Some(Some(_)) => return Err(Failure::NotUnderstood("the server takes no limits".to_owned())),
+                Some(None) => {}
             }
             mps.foreign.remove(&server);
-            if let Some(pid) = server {
+            if let Some(pid) = server.filter(|pid| mps.servers.contains_key(pid)) {
                 mps.say_memory(pid, setting);
             }
             Ok(mps.servers.keys().copied().collect())
         };
         let of = server.map(|server| format!(" of {server}")).unwrap_or_default();
-        self.lock().note(format_args!("set limits{of}"));
+        {
+            let mut mps = self.lock();
+            mps.note(format_args!("set limits{of}"));
+            let ended = server.filter(|server| mps.has_read_the_end_of(*server));
+            assert!(ended.is_none(), "the-ended-get-no-limits: {} is asked for limits of {ended:?}", mps.pid);
+        }
         self.command("set limits", Vec::new(), effect).await
     }
 

@@ -166,8 +166,14 @@ impl<S: Shell> Serving<'_, S> {
         self.watch_server(server);
         // The control daemon lists a server a moment before the server's line is in the log, so the service waits for the line.
         let deadline = self.shell.now() + LIMITS_TIMEOUT;
-        while !self.run.servers.get(server).is_some_and(|known| known.ready) && self.step(deadline).await? {}
-        self.confirm_or_correct(server, limits).await
+        while self.run.servers.running(server).is_some_and(|known| !known.ready)
+            && self.step(deadline).await?
+        {}
+        self.confirm_or_correct(server, limits).await?;
+        if self.run.servers.running(server).is_none() {
+            return Err(Failure::Failed(self.how_the_server_ended()));
+        }
+        Ok(())
     }
 
     pub(super) fn no_server_is_ready(&self) -> Failure {

@@ -339,23 +339,28 @@ impl<S: Shell> Serving<'_, S> {
         if !is_wanted || !is_missed || run.blockers.fault().is_some() || run.blockers.is_unreached() {
             return false;
         }
-        let (now, gone, exit) = (self.shell.now(), run.last_gone.take(), run.servers.last_exit());
+        let (now, exit) = (self.shell.now(), run.servers.last_exit());
         let has_served =
-            gone.is_some() || exit.is_some_and(|(server, _)| run.watched_servers.contains(&server));
+            run.last_gone.is_some() || exit.is_some_and(|(server, _)| run.watched_servers.contains(&server));
         if has_served && now.saturating_sub(run.revival.last_success) >= HEALTHY_AGAIN {
             run.revival.pause = Duration::ZERO;
         }
+        let revive_at = run.revival.next(now);
+        let reason = self.how_the_server_ended();
+        self.run.blockers.put(Blocker::ServerEnded { reason, revive_at });
+        true
+    }
+
+    /// The end of the last server, in words. Each end is used once, since it is no reason for the end of a later server.
+    pub(super) fn how_the_server_ended(&mut self) -> String {
         let words = self.shell.words();
-        let reason = match (gone, exit) {
+        match (self.run.last_gone.take(), self.run.servers.last_exit()) {
             (Some(server), _) => format!("server {server} has ended{words}"),
             // Either the log reported the end of the server before the service saw its process end, or the server ended before
             // the service watched its process.
             (None, Some((server, status))) => format!("server {server} exited with status {status}{words}"),
             (None, None) => format!("the server has ended{words}"),
-        };
-        let revive_at = run.revival.next(now);
-        run.blockers.put(Blocker::ServerEnded { reason, revive_at });
-        true
+        }
     }
 
     /// Starts the next server, unless a new client has already caused the start of a server.

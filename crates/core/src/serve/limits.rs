@@ -111,9 +111,16 @@ impl<S: Shell> Serving<'_, S> {
         written.or_else(|| look.differences.get(&Some(server)).cloned())
     }
 
+    /// Sets the limits of a running server, and waits until they are in force. A server that has ended takes no limits, and its
+    /// end is handled elsewhere.
     async fn give(&mut self, server: u32, limits: &Limits) -> Result<(), Failure> {
+        if self.run.servers.running(server).is_none() {
+            return Ok(());
+        }
         self.run.servers.expect_limits(server);
-        self.shell.set_limits(Some(server), limits).await?;
+        if !self.shell.set_limits(Some(server), limits).await?.contains(&server) {
+            return Ok(());
+        }
         self.run.servers.thread_percentage_answered(server, limits.thread_percentage);
         match self.confirm(server, limits).await? {
             Some(difference) => Err(Failure::Failed(format!("server {server}: {difference}"))),
@@ -137,17 +144,22 @@ impl<S: Shell> Serving<'_, S> {
     }
 
     /// Waits until a server has written its limits to the log, since only the log is exact. Returns the difference from the
-    /// order, in words. None if there is no difference.
+    /// order, in words. None if there is no difference, or if the server has ended.
     async fn confirm(&mut self, server: u32, limits: &Limits) -> Result<Option<String>, Failure> {
         let deadline = self.shell.now() + LIMITS_TIMEOUT;
         // The first lines of the server in the log may have the limits of an earlier order, so the service waits for lines with
         // the new limits.
         let in_force = |known: &Server| known.has_written(limits) && known.differs_from(limits).is_none();
-        while !self.run.servers.get(server).is_some_and(in_force) && self.step(deadline).await? {}
-        if !self.run.servers.get(server).is_some_and(|known| known.has_written(limits)) {
+        while self.run.servers.running(server).is_some_and(|known| !in_force(known))
+            && self.step(deadline).await?
+        {}
+        let Some(known) = self.run.servers.running(server) else { return Ok(None) };
+        if !known.has_written(limits) {
             // The log lacks the lines with the server's limits, for example since the disk is full. The service sets the
             // limits, and then can only compare them with the control daemon's answer, which is rounded to GiB.
-            self.shell.set_limits(Some(server), limits).await?;
+            if !self.shell.set_limits(Some(server), limits).await?.contains(&server) {
+                return Ok(None);
+            }
             self.shell.tell(
                 News::Warning,
                 format!(
@@ -157,6 +169,6 @@ impl<S: Shell> Serving<'_, S> {
             );
             return Ok(None);
         }
-        Ok(self.run.servers.get(server).and_then(|known| known.differs_from(limits)))
+        Ok(known.differs_from(limits))
     }
 }

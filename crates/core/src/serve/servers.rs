@@ -43,6 +43,11 @@ impl Servers {
         self.known.get(&pid)
     }
 
+    /// The server with this PID, unless it has ended.
+    pub(super) fn running(&self, pid: u32) -> Option<&Server> {
+        self.get(pid).filter(|server| server.exit_status.is_none())
+    }
+
     fn entry(&mut self, pid: u32) -> &mut Server {
         self.known.entry(pid).or_insert_with(|| {
             self.came += 1;
@@ -95,7 +100,7 @@ impl Servers {
 
     /// Forgets the limits that a server has written to the log, since the service is about to set other limits.
     pub(super) fn expect_limits(&mut self, pid: u32) {
-        let server = self.entry(pid);
+        let Some(server) = self.known.get_mut(&pid) else { return };
         server.memory_bytes.clear();
         // A server does not log a thread percentage that is set while it runs. The percentage is unknown until the control
         // daemon confirms it.
@@ -103,7 +108,9 @@ impl Servers {
     }
 
     pub(super) fn thread_percentage_answered(&mut self, pid: u32, percentage: u8) {
-        self.entry(pid).thread_tenths = Some(u32::from(percentage) * 10);
+        if let Some(server) = self.known.get_mut(&pid) {
+            server.thread_tenths = Some(u32::from(percentage) * 10);
+        }
     }
 
     pub(super) fn observe(&mut self, meaning: &Meaning) {

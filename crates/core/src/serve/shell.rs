@@ -132,7 +132,7 @@ pub trait Shell: GpuShell {
     ) -> impl Future<Output = Result<Inspection, Failure>> + Send;
 
     /// Sets the limits for the next clients of a server. If `server` is None, sets the defaults for servers that start later.
-    /// Returns the PIDs of the running servers.
+    /// Returns the PIDs of the running servers. A server that has ended takes no limits, and is not among them.
     fn set_limits(
         &mut self,
         server: Option<u32>,

@@ -229,6 +229,33 @@ fn a_first_server_that_ends_at_once_says_why() {
     assert_eq!(text, "server 200 exited with status 1 before it was ready; its log ends here");
 }
 
+/// The server ends when it is ready and has not yet written its limits to the log.
+#[test]
+fn a_first_server_that_ends_before_its_limits_are_confirmed_says_why() {
+    let mut story = Story::with_gpus(&["A"]);
+    story.host().server_comes_in = Duration::MAX;
+    story.host().at(50, |host| host.is_status(SERVER, ServerStatus::Active));
+    story.host().at(200, |host| host.server_ends(SERVER, 1));
+    let Some(Err(Failure::Failed(text))) = story.serve(300) else { panic!("it does not serve") };
+    assert_eq!(text, "server 200 exited with status 1; its log ends here");
+    assert_eq!(story.calls("set limits of 200"), 0);
+}
+
+/// A running server ends just before the control daemon gets the command with the server's limits.
+#[test]
+fn a_server_that_ends_before_it_gets_its_limits_is_replaced_at_once() {
+    let mut story = Story::with_gpus(&["A"]);
+    with_server(&story);
+    story.host().log_is_skipped();
+    // The first command sets the limits of servers that start later.
+    story.host().during("set limits", |_| ());
+    story.host().during("set limits", |host| host.server_ends(9, 1));
+    story.served(1000);
+    assert_eq!((story.shown().as_str(), story.calls("set limits of 9")), ("Ready, serving", 1));
+    assert_ne!(story.host().reader.shown.view.servers, [9]);
+    assert!(!story.has_told("wrote no limits"));
+}
+
 #[test]
 fn a_server_is_found_though_its_log_can_not_be_written() {
     let mut story = Story::with_gpus(&["A"]);
