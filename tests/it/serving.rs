@@ -25,7 +25,7 @@ fn names(devices: &[Value]) -> Vec<&str> {
     devices.iter().map(|device| device["addr"].as_str().unwrap()).collect()
 }
 
-/// Serves the host of the Yunion platform's manual, from start to stop. Users of the platform see the rows that the service
+/// Serves the host of Cloudpods' manual, from start to stop. Users of the platform see the rows that the service
 /// lists. After the stop, nothing of the service is on the host.
 #[test]
 fn the_p40_is_served_the_whole_way() {
@@ -324,7 +324,7 @@ fn one_control_daemon_for_each_of_eight_gpus() {
     }
 }
 
-/// The Yunion platform names a GPU by its PCI address without the domain. Such an entry means the only GPU with this address in
+/// Cloudpods names a GPU by its PCI address without the domain. Such an entry means the only GPU with this address in
 /// any domain.
 #[test]
 fn a_gpu_in_another_domain_is_found_without_it() {

@@ -45,7 +45,7 @@ in_both_topologies! {
 }
 
 /// The service replaces a control daemon that has died. Meanwhile it lists the slices as unhealthy: an empty list would make
-/// the Yunion platform delete them.
+/// Cloudpods delete them.
 #[test]
 fn a_killed_control_daemon_comes_back() {
     let mut host = Host::serving("tesla-p40");

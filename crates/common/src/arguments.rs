@@ -14,11 +14,11 @@ pub struct Arguments {
     /// The main configuration file [default: /opt/yunion/bin/etc/host.conf if there, else /etc/yunion/host.conf]
     #[arg(long, value_name = "FILE")]
     pub config: Option<PathBuf>,
-    /// Read the host's files (configuration, /sys, pci.ids) below this directory
+    /// Read the files of a host (configuration, /sys, pci.ids) whose root is this directory
     #[arg(long, value_name = "DIR", default_value = "/")]
     pub sysroot: PathBuf,
-    /// Say what would be served, what a reload would change or what is wrong, and change nothing, as yunion-mpsctl check
-    /// does
+    /// Check the configuration and change nothing: print the slices that the service would serve, and what a reload would
+    /// change, or the errors; yunion-mpsctl check does the same
     #[arg(long)]
     pub check: bool,
     /// Print the answer of --check as one JSON object

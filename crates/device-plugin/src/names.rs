@@ -99,11 +99,12 @@ pub(crate) fn domain(text: &str) -> Result<String, String> {
 /// The rules by which sizes of slices get their names.
 #[derive(Debug, Clone, clap::Args)]
 pub(crate) struct Naming {
-    /// The domain in front of the names of resources
+    /// The domain of the resources' names
     #[arg(long, value_name = "DOMAIN", default_value = "yunion.io", value_parser = domain)]
     pub(crate) domain: String,
-    /// Name a size: small=20GiB (whole GiB, rounded down), small=20480MiB (exactly), small=20GiB:25 (with this percentage
-    /// of the threads). May be given several times; the first that fits counts
+    /// Give the slices of a size a name of their own: small=20GiB (the size in GiB, rounded down), small=20480MiB (the exact
+    /// size), small=20GiB:25 (only slices with this active thread percentage). --resource can be given several times; the
+    /// first name that fits a slice counts
     #[arg(long = "resource", value_name = "NAME=SIZE")]
     pub(crate) named: Vec<NamedSize>,
 }

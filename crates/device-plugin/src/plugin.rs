@@ -32,10 +32,10 @@ const LATER: Duration = Duration::from_secs(10);
 /// A kubelet that has accepted a registration should request the list of devices within this time.
 const LISTENS: Duration = Duration::from_secs(15);
 
-/// Hands the slices of yunion-mps-daemon to the kubelet, one resource for each size of slice.
+/// Offers the slices of yunion-mps-daemon to the kubelet, with one resource for each size of slice.
 ///
-/// A size is named after its memory in GiB, rounded down: yunion.io/mps-20gib. A pod asks for one of it in
-/// resources.limits. docs/kubernetes.md has the whole rule, and examples.
+/// A resource is named after the memory of its slices in GiB, rounded down: yunion.io/mps-20gib. A pod asks for one slice
+/// with `yunion.io/mps-20gib: 1` in resources.limits. docs/kubernetes.md has all rules, and examples.
 #[derive(Debug, Parser)]
 #[command(name = "yunion-mps-device-plugin", version)]
 #[command(
@@ -47,12 +47,12 @@ const LISTENS: Duration = Duration::from_secs(15);
     yunion-mps-device-plugin --without-cdi --metrics /var/lib/prometheus/node-exporter/yunion-mps-device-plugin.prom"
 )]
 pub(crate) struct Arguments {
-    /// The kubelet's directory, with device-plugins in it
+    /// The kubelet's root directory, which has the directory device-plugins
     #[arg(long, value_name = "DIR", default_value = "/var/lib/kubelet")]
     kubelet_directory: PathBuf,
     #[command(flatten)]
     naming: Naming,
-    /// The GPU that a container gets a slice of
+    /// How a GPU is chosen for the slice of a container
     #[arg(long, value_enum, default_value_t = Placement::Pack)]
     preferred: Placement,
     /// Give containers environment variables, mounts and device nodes, but no CDI devices: for container engines without CDI

@@ -9,9 +9,9 @@ use std::collections::{BTreeMap, BTreeSet};
 /// The GPU that a container is put on.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
 pub(crate) enum Placement {
-    /// The GPU with the fewest free slices: other GPUs stay empty, for a job that wants one for itself
+    /// The GPU with the fewest free slices: so other GPUs stay free for jobs that want a whole GPU
     Pack,
-    /// The GPU with the most free slices: containers share with as few others as can be
+    /// The GPU with the most free slices: so a container shares its GPU with as few others as possible
     Spread,
 }
 

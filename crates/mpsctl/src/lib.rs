@@ -78,7 +78,8 @@ enum Command {
         yunion-mpsctl clients --json | jq -r '.[] | select(.bypass) | .pid'\n  \
         yunion-mpsctl clients --json | jq 'group_by(.device) | map(length)'")]
     Clients {
-        /// `wide` adds columns: the GPU, how the slice is known, the client's power over the control daemon, the start
+        /// `wide` adds columns: the GPU, how the service knows the slice, if the client may command the control daemon, when
+        /// the client began
         #[arg(short, long, value_name = "FORMAT", hide_possible_values = true, value_parser = ["wide"])]
         output: Option<String>,
         /// Print everything that the service publishes as a JSON array
@@ -259,7 +260,7 @@ enum Command {
     Terminate {
         #[command(flatten)]
         whom: act::terminate::Whom,
-        /// Print the PID, the container or the slices as a JSON object
+        /// Print what was ended (the PID, the container or the slices) as a JSON object
         #[arg(long)]
         json: bool,
     },

@@ -48,7 +48,7 @@ pub(crate) struct Hook {
     /// Take the process and the label from the state of a container on standard input: for createRuntime hooks (OCI)
     #[arg(long, conflicts_with_all = ["Group", "label"])]
     oci: bool,
-    /// Refuse a container with these slices, since they are drained: for the CDI spec
+    /// Refuse the container, since these slices are drained. The service's CDI spec uses this option
     #[arg(long, requires = "oci", hide = true)]
     drained: bool,
 }

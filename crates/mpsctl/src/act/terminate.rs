@@ -20,7 +20,7 @@ pub(crate) struct Whom {
     /// One process, by its PID on this host
     #[arg(value_name = "PID", add = complete::clients())]
     pid: Option<u32>,
-    /// Every process that was given this slice; may be repeated
+    /// Every process that has this slice; --device can be given several times
     #[arg(long, value_name = "NAME", add = complete::slices())]
     device: Vec<String>,
     /// Every process in this container: its 64 hexadecimal digits, or at least the first 12

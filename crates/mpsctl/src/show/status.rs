@@ -33,7 +33,7 @@ const PATIENCE: Duration = Duration::from_secs(5);
 
 #[derive(Debug, Args)]
 pub(crate) struct Arguments {
-    /// `wide` adds columns, and the ways for NVIDIA's front end
+    /// `wide` adds columns, such as the directory in which nvidia-cuda-mps-control reaches each control daemon
     #[arg(short, long, value_name = "FORMAT", hide_possible_values = true, value_parser = ["wide"])]
     output: Option<String>,
     /// Print everything as one JSON object
