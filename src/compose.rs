@@ -21,7 +21,7 @@ use mps_core::terms::SliceId;
 use mps_core::view::{ServedGpuView, Unserved};
 use mps_core::{CoreTime, HeldGpus};
 
-/// The most bindings of a slice that the Snapshot names, since the label of a binding may have hundreds of bytes.
+/// The Snapshot names at most this many bindings of a slice, since the label of a binding may have hundreds of bytes.
 const NAMES: usize = 8;
 
 #[derive(Debug)]

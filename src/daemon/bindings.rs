@@ -41,9 +41,9 @@ impl Daemon {
         let (ended, slices) = {
             let snapshot = self.snapshot.borrow();
             let named: Vec<DeviceName> = match &wanted.slices {
-                // A shared slice excludes no control group, so no old binding has to end first. A search for ended bindings
-                // would be slow: a shared slice may have thousands of bindings, and the service reads kernel files for each of
-                // them.
+                // No binding excludes a request for a shared slice, so no old binding has to end first. A search for ended
+                // bindings would be slow: a shared slice may have thousands of bindings, and the service reads kernel files for
+                // each of them.
                 _ if wanted.shares => Vec::new(),
                 WantedSlices::All(names) => {
                     names.iter().filter_map(|name| Some(snapshot.find(name)?.1)).collect()
@@ -113,7 +113,7 @@ impl Daemon {
         Ok(())
     }
 
-    /// The processes in the control group go on.
+    /// Ends the binding of a control group. The processes in the control group, and their GPU work, go on.
     pub(super) fn unbind(&mut self, group: &GroupOf, reply: Reply<()>) {
         let _ = reply.send(self.unbound(group));
     }

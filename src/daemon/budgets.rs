@@ -1,4 +1,5 @@
-//! The part of the main loop for the limits of slices: it watches budgets, has the kernel enforce memory limits, and reports.
+//! The part of the main loop for the limits of slices: it has the budgets of slices watched, has the kernel enforce memory
+//! limits, and reports the slices that exceed their budgets.
 
 use super::requests::Finished;
 use super::{Daemon, FAULTS};

@@ -214,13 +214,17 @@ fn not_listed(inventory: &Inventory, served: &[String]) -> Option<String> {
     served.iter().find(|uuid| !told(uuid)).cloned()
 }
 
-/// Removes from the inventory the programs without MPS that have just started. Returns the time until the first of these
+/// Removes from the inventory the programs without MPS that have ended or have just started. Returns the time until the first of these
 /// programs does not count as just started any more.
 fn pass_over(inventory: &mut Inventory) -> Option<Duration> {
     let up = proc::uptime()?;
     let mut first: Option<Duration> = None;
     for facts in inventory.gpus.iter_mut().filter_map(|gpu| gpu.nvml.as_mut().ok()) {
         facts.state.foreign_processes.retain(|(pid, _)| {
+            // The program may have ended while NVML was asked about the other GPUs.
+            if proc::stat(*pid).is_err_and(|error| proc::is_gone(&error)) {
+                return false;
+            }
             let left =
                 proc::started(*pid).and_then(|started| OF_NEWCOMERS.checked_sub(up.checked_sub(started)?));
             let left = left.filter(|left| !left.is_zero());
@@ -254,5 +258,9 @@ mod tests {
         assert_eq!(there(&inventory).len(), 1);
         new.kill().unwrap();
         new.wait().unwrap();
+        let facts = inventory.gpus[0].nvml.as_mut().unwrap();
+        facts.state.foreign_processes.push((new.id(), "cat".to_owned()));
+        pass_over(&mut inventory);
+        assert_eq!(there(&inventory), [(1, "init".to_owned())], "cat has ended");
     }
 }

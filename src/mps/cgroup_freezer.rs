@@ -103,12 +103,16 @@ pub(super) struct Thawed {
 
 impl Drop for Thawed {
     fn drop(&mut self) {
-        if let Err(error) = self.kind.set(&self.group, true) {
-            tracing::debug!(
-                "control group {group}, which the service has thawed to end GPU work, can't be frozen again: \
-                 {error}",
-                group = self.group.display()
-            );
+        let group = self.group.display();
+        match self.kind.set(&self.group, true) {
+            // The program that has frozen the control group may have wanted to thaw it meanwhile. An administrator can then
+            // see in the journal why the control group is frozen.
+            Ok(()) => {
+                tracing::info!("control group {group}, which was thawed to end GPU work, is frozen again");
+            }
+            Err(error) => tracing::debug!(
+                "control group {group}, which was thawed to end GPU work, can't be frozen again: {error}"
+            ),
         }
     }
 }

@@ -30,8 +30,8 @@ pub(crate) struct WaitingSocket {
 }
 
 impl WaitingSocket {
-    /// Makes the socket in the directory of the control daemon's own socket. The service makes hard links to the sockets, and
-    /// these are possible only within one file system.
+    /// Makes the socket in the directory of the control daemon's own socket. The service makes hard links to both sockets, and
+    /// hard links are possible only within one file system.
     pub(crate) fn make(directory: &Path) -> Result<Self, BadDirectory> {
         let path = directory.join(WAITING);
         let made = || -> std::io::Result<OwnedFd> {

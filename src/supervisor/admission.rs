@@ -53,7 +53,8 @@ fn linked(running: &Running) -> Linked<PathBuf> {
 }
 
 impl SharedAdmission {
-    /// The control daemon of `plan` may run already, with links from an earlier service.
+    /// If the control daemon of `plan` runs already, it may have links from an earlier service. So the state file is searched
+    /// for this control daemon, and the links that `plan` does not need are removed.
     pub(super) fn new(
         plan: &ControlDaemonPlan,
         retiring: bool,
@@ -135,8 +136,8 @@ impl SharedAdmission {
         }
     }
 
-    /// Makes and removes links, so that no slice that is closed in the state file has a link. The error says that the control
-    /// daemon's own directory can't be used.
+    /// Makes and removes links, so that no slice that the state file closes to new clients has a link. The error says that the
+    /// control daemon's own directory can't be used.
     pub(super) fn apply(&self) -> Result<(), Bad> {
         let closed = self.state_file.lock().closed();
         let mut admission = self.lock();
@@ -154,7 +155,8 @@ impl SharedAdmission {
         links.release_for_good(directories);
     }
 
-    /// Makes and removes links after slices were closed or opened. Returns the links that can't be removed, in words.
+    /// Makes and removes links after slices were closed to new clients or opened again. Returns the links that can't be
+    /// removed, in words.
     pub(super) fn link(&self) -> BTreeSet<String> {
         self.lock().links.search();
         if let Err(bad) = self.apply() {
@@ -189,8 +191,8 @@ impl SharedAdmission {
     }
 }
 
-/// Removes the links of closed slices to a control daemon that has no supervisor. The error names the links that can't be
-/// removed.
+/// Removes the links to a control daemon without a supervisor from the directories of slices that are closed to new clients.
+/// The error names the links that can't be removed.
 pub(crate) fn close_unsupervised(running: &Running, closed: &ClosedDevices) -> Result<(), String> {
     let mut admission = Admission::new(None, Some(running.clone()));
     admission.apply(closed)?;

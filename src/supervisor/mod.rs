@@ -120,8 +120,8 @@ struct Worker {
     rate_limit: RateLimit,
     admission: SharedAdmission,
     links_stuck: BTreeSet<String>,
-    /// The private directory of the last warning, which is not repeated: the control daemon can't use this directory, since the
-    /// pipe directory is on another mount, and a hard link can't lead from one mount to another. None if no warning was logged.
+    /// The private directory that was last given up, since hard links between it and the pipe directory are impossible: they
+    /// are on different mounts. The service logs a warning only if this directory changes. None if no directory was given up.
     not_beside: Option<PathBuf>,
 }
 

@@ -142,8 +142,8 @@ impl SupervisorHandle {
         self.ask(Requested::RestartServer)
     }
 
-    /// Makes and removes links, even while an act runs, so that no drained slice has a link. Returns the links that can't be
-    /// removed, in words.
+    /// Makes and removes links, even while an act runs, so that no slice that is closed to new clients has a link. Returns the
+    /// links that can't be removed, in words.
     pub(crate) fn link(&self) -> BTreeSet<String> {
         self.admission.link()
     }

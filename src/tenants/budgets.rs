@@ -1,6 +1,6 @@
 //! Watches the budgets of slices, with a task for each GPU. The task asks NVML for the clients of the GPU and their memory:
-//! when a client has come, after each health check, and every second while a slice has several clients. The driver limits each
-//! client by itself, but not the sum of several clients.
+//! when a client has come, after each health check of a control daemon with clients, and every second while a slice has several
+//! clients. The driver limits each client by itself, but not the sum of several clients.
 
 use common::published::usage::{GpuUse, SliceUse};
 use std::collections::BTreeMap;
@@ -51,7 +51,7 @@ pub(crate) struct GpuBudget {
 }
 
 impl GpuBudget {
-    /// Also returns the UUID of the GPU. None if the clients of the GPU can't be counted.
+    /// Returns the UUID and the budgets of a GPU. None if the clients of the GPU can't be counted.
     pub(crate) fn from_plan(plan: &GpuPlan, on_overuse: OnOveruse) -> Option<(String, Self)> {
         if !plan.clients_counted {
             return None;

@@ -97,7 +97,10 @@ async fn find_processes(statuses: &[Arc<Status>], tools: &Tools) -> (ProcessesBy
             gpus.extend(status.shown.gpus.keys().cloned());
         }
     }
-    let looks = tools.nvml.read_gpus(gpus.into_iter().collect(), true).await.into_iter();
+    // NVML may never answer for a GPU that is left out. One thread that asks about all GPUs would wait for this GPU in vain,
+    // before each GPU is asked about by a thread of its own.
+    let together = statuses.iter().flat_map(|one| one.shown.gpus.values()).all(|gpu| gpu.left_out.is_empty());
+    let looks = tools.nvml.read_gpus(gpus.into_iter().collect(), together).await.into_iter();
     let processes: ProcessesByGpu =
         looks.filter_map(|(uuid, look)| Some((uuid, look.ok()?.1.ok()?))).collect();
     // The register is read after NVML, since the log of a control daemon has a client before the client opens the GPU. While

@@ -21,7 +21,8 @@ use common::state_file::Running;
 /// this list, and waits a shorter time for each answer.
 const PATIENCE: Duration = Duration::from_secs(60);
 
-/// The longest wait for the list of clients of each control daemon in `others`. A control daemon answers within milliseconds.
+/// The longest wait for the list of clients of a control daemon that serves only a slice that the request does not name. Such a
+/// control daemon hardly ever has clients that the request means, so it must not delay the request when it hangs.
 const OTHERS_PATIENCE: Duration = Duration::from_secs(1);
 
 #[derive(Debug, Clone)]
@@ -37,8 +38,9 @@ pub(crate) struct ClientsDaemon {
 #[derive(Debug)]
 pub(crate) struct EndingShell<P = ()> {
     daemons: Vec<ClientsDaemon>,
-    /// Control daemons that should have no client that the request means. The service asks them too, but can do without their
-    /// answers.
+    /// Control daemons that each serve only a slice that the request does not name. The service asks these control daemons too,
+    /// since a client can connect to the control daemon of a slice that it does not have. Without their answers the request
+    /// goes on.
     others: Vec<ClientsDaemon>,
     patience: Duration,
     begun: Instant,
@@ -82,7 +84,10 @@ async fn clients(control: &Control) -> Result<DaemonClients, ControlError> {
 
 async fn clients_of(daemon: &ClientsDaemon, patience: Duration) -> ListAnswer {
     let ClientsDaemon { control, ours, .. } = daemon;
-    let is_elsewhere = || ours.as_ref().is_some_and(|ours| control.daemon_pid() != Some(ours.process.pid));
+    let is_elsewhere = || {
+        let listener = control.daemon_pid();
+        ours.as_ref().is_some_and(|ours| listener.is_some_and(|listener| listener != ours.process.pid))
+    };
     let was_elsewhere = is_elsewhere();
     let listed = timeout(patience, clients(control)).await;
     let silent = |_| {

@@ -1,11 +1,12 @@
 //! Makes the kernel enforce the memory limits of control groups that are bound to slices. A separate task sets and removes
 //! these limits, so that the main loop does not wait for the driver.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 use std::time::Duration;
 
 use tokio::sync::{Notify, mpsc, watch};
+use tokio::task::JoinSet;
 use tokio::time::{Instant, sleep_until, timeout};
 
 use super::budgets::LoopEvent;
@@ -80,19 +81,33 @@ impl KernelLimitKeeper {
 
     async fn run(self) {
         let mut limits = self.limits.subscribe();
+        let (mut attempts, mut busy) = (JoinSet::new(), BTreeSet::new());
         loop {
-            let (next, due, wanted) = {
+            let (next, wanted) = {
                 let limits = limits.borrow_and_update();
-                (limits.limits.next(self.begun.elapsed()), limits.limits.due(), limits.wanted)
+                (limits.limits.next(&busy), limits.wanted)
             };
-            if let Some((place, goal)) = next {
-                self.act(&place, &goal).await;
-                continue;
+            let due = match next {
+                Some((due, place, goal)) if due <= self.begun.elapsed() => {
+                    busy.insert(place.gpu.clone());
+                    let keeper = self.clone();
+                    attempts.spawn(async move {
+                        keeper.act(&place, &goal).await;
+                        place.gpu
+                    });
+                    continue;
+                }
+                next => next.map(|(due, ..)| self.begun + due),
+            };
+            if attempts.is_empty() {
+                self.limits.send_if_modified(|limits| std::mem::replace(&mut limits.tried, wanted) != wanted);
             }
-            self.limits.send_if_modified(|limits| std::mem::replace(&mut limits.tried, wanted) != wanted);
             tokio::select! {
                 _ = limits.changed() => {}
-                () = until(due.map(|due| self.begun + due)) => {}
+                Some(Ok(gpu)) = attempts.join_next() => {
+                    busy.remove(&gpu);
+                }
+                () = until(due) => {}
             }
         }
     }

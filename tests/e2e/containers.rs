@@ -141,7 +141,8 @@ fn page(_: &mut Machine) {
     }
 }
 
-/// Replaces the placeholders in a command of docs/containers.md: IMAGE by the image of these tests, and PROGRAM by `program`.
+/// Replaces the placeholders in a command of docs/containers.md: the shortened UUID by the UUID of the simulated GPU, IMAGE by
+/// the image of these tests, and PROGRAM by `program`. The machine has Compose only as the program `docker-compose`.
 fn typed(command: &str, program: &str) -> String {
     let command = command.replace("GPU-76aef7ff-...", UUID).replace("docker compose", "docker-compose");
     command.replace("IMAGE", IMAGE).replace("PROGRAM", program)

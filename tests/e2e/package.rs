@@ -140,8 +140,8 @@ fn pack(tree: &Path, stage: &Stage, path: &str) {
 }
 
 /// The own package of the platform Cloudpods, reduced to the parts that matter here. The package's version is a date. Its
-/// scripts stop and disable its service even at an upgrade. Its control daemon outlives a kill of its service, since `quit`
-/// does not return while the control daemon has clients.
+/// scripts stop and disable its service even at an upgrade. A control daemon with clients outlives this stop: `quit` does not
+/// return while there are clients, so systemd kills the service's main process. `KillMode=process` spares the control daemon.
 const PLATFORM: &[(&str, &str, &str)] = &[
     (
         "DEBIAN/control",

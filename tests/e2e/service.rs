@@ -606,7 +606,7 @@ fn stop(machine: &mut Machine) {
 
 fn watchdog(machine: &mut Machine) {
     serving(machine);
-    // A core dump of a debug build would fill the machine's memory.
+    // A core dump of a debug build would fill the machine's memory, so core dumps are switched off.
     drop_in(machine, "WatchdogSec=8\nRestartSec=100ms\nLimitCORE=0");
     machine.sh(&format!("systemctl restart {SERVICE}"));
     assert_eq!(machine.property(SERVICE, "WatchdogUSec"), "8s");

@@ -250,8 +250,8 @@ fn all_doors_agree_with_a_control_daemon_for_each_slice() {
     doors_agree("cuda_mps_topology: per_slice", "all_doors_agree_with_a_control_daemon_for_each_slice");
 }
 
-/// `env --free` takes the slice with the fewest clients. The service asks all control daemons for their clients, and skips the
-/// slices of a control daemon that does not answer.
+/// `env --free` takes the slice with the fewest clients. The service counts the clients without asking the control daemons. So
+/// a control daemon of another GPU that does not answer must not prevent the choice.
 #[test]
 fn a_choice_does_not_fail_for_a_control_daemon_that_does_not_answer() {
     let mut host = Host::new("mixed");

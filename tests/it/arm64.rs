@@ -11,7 +11,7 @@ use crate::support::host::{EMULATED, alive, text};
 use crate::support::skip::{root_or_skip, skip};
 use crate::support::wait::wait_for;
 
-/// The tests on simulated hosts that run again with programs for aarch64. `make test-arm64` runs more tests.
+/// `make test` runs these tests on simulated hosts a second time, with programs for aarch64. `make test-arm64` runs more tests.
 const AGAIN: [&str; 5] = [
     "serving::the_h200_is_ready_when_its_server_has_its_limits",
     "reload::more_slices",
@@ -92,7 +92,7 @@ impl Root {
         let namespaces = emulated().arg(source("tests/arm64/root.sh")).stdin(Stdio::null()).spawn().unwrap();
         let mut root = Self { namespaces, first: 0 };
         root.first = wait_for("the first process", || {
-            // The script `root.sh` has other children too.
+            // The script `root.sh` may have children besides `unshare`, which starts the first process in the namespaces.
             let is_unshare = |pid: &u32| {
                 fs::read_to_string(format!("/proc/{pid}/comm")).is_ok_and(|name| name == "unshare\n")
             };

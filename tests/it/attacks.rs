@@ -52,7 +52,7 @@ fn attacker(host: &Host, kind: &str, connections: usize) -> Child {
 }
 
 /// Attacks a service. During the attack, the service must replace a killed control daemon, and clients of other control daemons
-/// must stay alive. After the attack, root must get answers at once.
+/// must stay alive. After the attack, the service must answer root, and the test prints how long the answer takes.
 fn attack(kind: &str, connections: usize) {
     if !root_or_skip(kind) {
         return;

@@ -563,7 +563,8 @@ fn an_nvml_that_is_not_there_and_comes() {
     let root = host.path("sysroot").display().to_string();
     let doctor = text(&host.mpsctl(&["doctor", "--sysroot", &root]));
     assert!(doctor.contains("driver-unusable") && doctor.contains("driver.enabled=false"), "{doctor}");
-    // The service knows no GPU yet. After an empty list of slices, the platform would delete the host's devices.
+    // The service knows no GPU yet. After an empty list of slices, the platform Cloudpods would delete the host's devices. So
+    // the service answers with an error.
     let refused = host.call("Manager.ListDevices");
     assert!(text(&refused).contains("io.yunion.Mps1.Error.NotReady"), "{}", text(&refused));
     symlink(target, library).unwrap();

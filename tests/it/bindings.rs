@@ -164,8 +164,8 @@ fn a_tenant_in_a_bound_control_group_changes_nobodys_slice() {
     succeeded(&bind(&host, OWN, &group, &["--label", "tenant"]));
     succeeded(&bind(&host, NEIGHBOURS, &other, &["--label", "neighbour"]));
     let directory = host.path("mps/pipe/slices").join(NEIGHBOURS.replace(':', "_"));
-    // In its own namespaces, the program is another user and has other mounts. The service must still find the slice to
-    // which the program's control group is bound.
+    // In namespaces of its own, the tenant's program is another user and has other mounts. The service must still find the
+    // slice to which the program's control group is bound.
     let namespaces =
         [&["--mount"][..], &["--user", "--map-root-user", "--mount", "--cgroup", "--pid", "--fork"]];
     for (options, below) in namespaces.into_iter().zip(["", "init/deeper"]) {
@@ -344,8 +344,8 @@ impl Waits {
     }
 }
 
-/// The hook binds the container under its id. When the service refuses, the container runtime's error shows the service's
-/// reason.
+/// The hook binds the container's control group. The binding's label is the id that the container runtime gives the hook. When
+/// the service refuses, the container runtime's error shows the service's reason.
 #[test]
 fn a_runtime_binds_by_its_hook() {
     let Some((host, [group, other])) = with_containers("a_runtime_binds_by_its_hook", "") else { return };

@@ -263,8 +263,8 @@ fn nobody_is_ended_again_without_new_work() {
     assert_eq!(host.stop().code(), Some(0));
 }
 
-/// Waits until the service has checked the budgets five more times. The service would end a client within these checks. Fails
-/// if the service has ended a client.
+/// Waits until the service has checked the budgets five more times, and fails if the service has ended a client. A service that
+/// wrongly ends clients would do so within five checks.
 fn nobody_was_ended(host: &Host, clients: &[&Client]) {
     let before = looks(host);
     wait_for("more looks", || (looks(host) > before + 4).then_some(()));

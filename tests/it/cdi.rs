@@ -251,7 +251,8 @@ fn a_start_offers_the_slices_that_are_planned() {
     wait_for_devices(&host, &slices("00:06.0", 4));
     host.signal(Signal::KILL);
     host.ended();
-    // The control daemon still serves four slices. Its front end hangs, so the service can't give it the limits of two slices.
+    // The control daemon still has the limits for four slices. Its front end hangs, so the service can't set the limits for two
+    // slices.
     host.devices(&["path: /dev/dri/renderD128, type: NVIDIA_MPS, virtual_number: 2"]);
     host.plant("mps/fault/front-end-hangs", "");
     host.start();

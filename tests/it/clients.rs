@@ -620,8 +620,8 @@ fn a_planned_wait_is_no_failure() {
     };
     let table = said(&["clients"], " serves 2 clients");
     assert!(table.starts_with("No clients of this service: "), "{table}");
-    // The reason says how to end the foreign control daemon. Before Volta, no command of the service can list the clients of
-    // this control daemon, so the reason names no such command.
+    // Doctor's finding shows the reason of the wait, which says how to end the foreign control daemon. Before Volta, no command
+    // of the service can list the clients of this control daemon, so the reason names no such command.
     let root = host.path("sysroot").display().to_string();
     let advice = said(&["doctor", "--sysroot", &root], "control-daemon-waiting");
     assert!(!advice.contains("lists them"), "{advice}");

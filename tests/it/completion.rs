@@ -74,7 +74,7 @@ impl Shell {
             let shown = self.wait_for("LINE=");
             shown.split_once('$').map(|(line, _)| line.to_owned())
         });
-        // Ctrl-U clears the command line for the next test.
+        // Ctrl-U clears the command line for the next call of this function.
         self.screen.lock().unwrap().clear();
         self.press("\u{15}");
         line

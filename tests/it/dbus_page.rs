@@ -26,7 +26,8 @@ fn blocks(page: &str, language: &str) -> Vec<String> {
 fn page_and_schemas_are_what_the_interfaces_make_of_them() {
     let directory = tempfile::tempdir().unwrap();
     let docs = directory.path();
-    // The test gives the script a page with a wrong reference. So the test notices if the script writes nothing.
+    // The test gives `interface-docs.py` a page with a wrong reference. So the test notices if the script does not write the
+    // page.
     let (written, _) = page().split_once("## Reference").map(|(a, b)| (a.to_owned(), b.len())).unwrap();
     fs::write(docs.join("dbus.md"), written + "old\n").unwrap();
     let made = Command::new(source("scripts/interface-docs.py")).arg(docs).output().unwrap();
@@ -103,7 +104,7 @@ fn the_shell_examples_run() {
     ] {
         assert!(said.contains(words), "no {words} in {said}");
     }
-    // The script undrains the slices when it ends.
+    // An example of the page drains a slice, and its last command takes this back.
     assert!(host.list().iter().all(|slice| slice["drained"] == false));
 
     let [endless] = endless.as_slice() else { panic!("{endless:?}") };

@@ -543,7 +543,8 @@ fn a_healthy_host_is_told_so() {
     assert_eq!(scene.host.stop().code(), Some(0));
 }
 
-/// Doctor warns of settings that the platform's host agent can't handle, and never proposes one of these settings as a remedy.
+/// Doctor warns of settings that the host agent of the platform Cloudpods can't handle, and never proposes one of these
+/// settings as a remedy.
 #[test]
 fn no_remedy_sends_an_administrator_round_in_a_circle() {
     let scene = Scene::new("h200x8");
@@ -597,7 +598,7 @@ fn what_a_program_without_slice_gets_goes_by_the_isolation() {
 }
 
 /// systemd sets `RUNTIME_DIRECTORY` for every unit that has a runtime directory. Doctor may run in another unit than the
-/// service's.
+/// service's, and must not take the directory of that unit for the service's.
 #[test]
 fn the_runtime_directory_of_another_unit_is_not_the_services() {
     let mut scene = Scene::new("h200");

@@ -85,8 +85,8 @@ fn recovered(host: &Host, devices: usize) -> Value {
     })
 }
 
-/// Waits for words in the service's log. Before words that only a health check writes, the caller reloads the service, since a
-/// reload makes a health check at once.
+/// Waits for words in the service's log. If only a health check writes these words, the caller must first reload the service,
+/// since a reload makes a health check at once.
 fn waits_for_log(host: &Host, words: &str) {
     wait_for(words, || host.log().contains(words).then_some(()));
 }
@@ -304,8 +304,9 @@ fn a_fault_that_ends_the_control_daemon_is_told(topology: Topology) {
     a_client_is_served(&host);
 }
 
-/// Kills the service after it has read about the fault in the log and has stored its offset in the log. Then starts the next
-/// service, with the line `next_grace` in host.conf, which sets another grace period for faults.
+/// Waits until the service has read about the fault in the control daemon's log, and has written to the state file how far it
+/// has read the log. Then kills the service, and starts the next service with the line `next_grace` in host.conf, which sets
+/// another grace period for faults.
 fn dies_having_read_of_the_fault(host: &mut Host, next_grace: &str) {
     host.wait_for_status("faulted", |status| control_daemon(status)["state"] == "faulted");
     let log = fs::read_to_string(host.control_log()).unwrap();
@@ -408,7 +409,7 @@ fn faulted_beside_a_client_that_is_well() -> (Host, Client, Client) {
 }
 
 /// The file system of the log directory is full. Clients are still served with their limits, and a new service and a new
-/// control daemon still start. The status shows the reason until there is space.
+/// control daemon still start. The service reports the full file system, and later that the log can be written again.
 fn no_room_for_the_log(topology: Topology) {
     if !root_or_skip("no_room_for_the_log") {
         return;
@@ -445,8 +446,8 @@ fn no_room_for_the_log(topology: Topology) {
 }
 
 /// The file system of the state file is full. A control daemon that is recorded in the state file runs on, and the next service
-/// takes it over. The service starts no control daemon that it can't record, since the next service would not know it. The
-/// status shows the reason until there is space.
+/// takes it over. The service starts no control daemon that it can't record, since the next service would not know it. Until
+/// there is space, the status says why no control daemon starts.
 fn no_room_for_the_state_file(topology: Topology) {
     if !root_or_skip("no_room_for_the_state_file") {
         return;
@@ -649,8 +650,8 @@ fn the_log_is_rotated_under_load(topology: Topology) {
     let before = host.wait_for_state("ready");
     let bystander = Bystander::start(&host, &host.pipe(), Duration::from_secs(600));
     for killed in [true, false, true] {
-        // The test waits until the service has read most of the log and has stored its offset. Then the test makes the log
-        // large enough for a rotation.
+        // The test waits until the service has read most of the log, and has written to the state file how far it has read.
+        // Then the test makes the log large enough for a rotation.
         let length = |name: &str| Some(fs::metadata(host.control_log().with_file_name(name)).ok()?.len());
         while length("control.log").unwrap() < 700_000 {
             flood(&host, &host.pipe(), 500);

@@ -324,7 +324,7 @@ fn setup_writes_the_memory_of_slices_that_share_the_hosts() {
 
 #[test]
 fn setup_changes_no_file_that_is_there_and_says_what_belongs_in_it() {
-    // The platform's installation leaves this configuration: MPS is disabled, and there is a device file.
+    // The installation of the platform Cloudpods leaves this configuration: MPS is disabled, and there is a device file.
     let host = Host::new("h200");
     host.configure("enable_cuda_mps: false");
     host.devices(&["path: /dev/dri/renderD128, type: NVIDIA_GPU_SHARE, virtual_number: 2"]);

@@ -23,7 +23,7 @@ use crate::support::slice::inode;
 use crate::support::wait::wait_for;
 use core_world::scripted::{ClientNumber, DEEDS, Deed, SCRIPTS, Script, Seen, SeenDaemon, gpu};
 
-/// The number of histories in `make test` for each of NVIDIA's control daemons.
+/// The number of scripts in `make test` for each of NVIDIA's control daemons.
 const WITH_NVIDIAS: u64 = 3;
 
 /// The number of hosts that run at the same time. A host spends most of its time waiting.
@@ -175,14 +175,14 @@ impl Twin {
         assert_eq!(status.code(), Some(4), "the culprit was no client");
     }
 
-    /// Waits until a server has ended, and ends its clients. Until then the simulated driver lets no other server open the
-    /// server's GPUs.
+    /// Waits until a server has ended, and ends its clients. While one of these clients runs, the simulated driver lets no
+    /// other server open the server's GPUs.
     fn end_with(&mut self, server: u32) {
         wait_for("the server's end", || (!alive(server)).then_some(()));
         self.guests.retain(|_, guest| guest.server != server);
     }
 
-    /// Kills the clients of servers that have ended, and forgets clients that have ended.
+    /// Forgets clients that have ended. Kills each client that stays after its server has ended.
     fn tidy_up(&mut self) {
         self.guests.retain(|_, guest| {
             let has_ended = guest.program.try_wait().unwrap().is_some();

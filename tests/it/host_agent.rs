@@ -462,8 +462,8 @@ fn a_pod_without_the_hosts_pids_finds_the_bus_in_a_mount() {
     assert_eq!(host.stop().code(), Some(0));
 }
 
-/// The platform's executor runs commands on the host for the host agent, which runs in a pod. The executor sets only two
-/// environment variables for a command. yunion-mpsctl needs no other variable to find the D-Bus socket.
+/// The host agent of the platform Cloudpods runs in a pod. Cloudpods' executor runs commands on the host for the host agent,
+/// and sets only two environment variables for a command. yunion-mpsctl needs no other variable to find the D-Bus socket.
 #[test]
 fn a_command_of_the_executor_needs_no_variable() {
     if !root_or_skip("a_command_of_the_executor_needs_no_variable") {

@@ -337,8 +337,8 @@ impl Row {
         assert_eq!(status.signal(), Some(9), "{phase} at {}: {status}", kill.step);
         *self.kills.entry((phase, met)).or_default() += 1;
         if self.random.below(2) == 0 {
-            // A child of the killed service that is not a control daemon yet ends by itself, since its pipe to the service is
-            // closed.
+            // A child of the killed service may not have become a control daemon yet. Such a child ends by itself, since its
+            // pipe to the service is closed.
             wait_for("the end of launchers", || launchers(&self.host).is_empty().then_some(()));
         }
         true

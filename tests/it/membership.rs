@@ -189,7 +189,8 @@ fn mounts_of_a_users_own_namespace_prove_nothing() {
 }
 
 /// In a container with the whole pipe directory, a tenant makes a user namespace, mounts another tenant's slice in it, and
-/// unmounts all else. The container's first process does not have this mount, so the service must not believe it.
+/// unmounts all else. The container's first process does not have this mount. So the mount does not prove that the container
+/// has the slice.
 #[test]
 fn a_mount_that_the_first_process_does_not_have_proves_nothing() {
     let name = "a_mount_that_the_first_process_does_not_have_proves_nothing";

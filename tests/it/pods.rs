@@ -303,7 +303,8 @@ impl Node {
         self.containerd.remove_group(&pod.name);
     }
 
-    /// Ends the only pod. Repeats the call, since a containerd that has just started does not know its containers yet.
+    /// Ends the only pod. Asks containerd again and again, since a containerd that has just started does not know its
+    /// containers yet.
     fn ends(&mut self, pod: &Pod) {
         wait_for("a slice without an owner", || {
             self.runtime.end(pod).is_ok().then_some(())?;
@@ -323,15 +324,16 @@ impl Node {
         clients.as_array()?.iter().find(|client| client["label"] == label.as_str()).cloned()
     }
 
-    /// Returns the container to which each bound slice is bound, as the service lists them.
+    /// Returns the container of each bound slice, from the service's list of slices.
     fn owners(&self) -> BTreeMap<String, Vec<String>> {
         let text = |device: &Value, key: &str| device[key].as_str().unwrap_or_default().to_owned();
         let owner = |device: Value| (text(&device, "addr"), vec![text(&device, "bound_to")]);
         self.host.list().into_iter().map(owner).filter(|(_, owners)| !owners[0].is_empty()).collect()
     }
 
-    /// Returns the containers to which the kubelet has given each slice, in the form of [`Self::owners`]. A slice with two
-    /// containers would differ from the service's list.
+    /// Returns the containers to which the kubelet has given each slice, in the form of [`Self::owners`]. If the kubelet had
+    /// given a slice to two containers, the results of both functions would differ, since [`Self::owners`] has only one
+    /// container for each slice.
     fn given(&mut self) -> BTreeMap<String, Vec<String>> {
         let given = self.kubelet.given();
         let labels = |owners: Vec<String>| owners.iter().map(|owner| format!("ml/{owner}")).collect();

@@ -205,8 +205,8 @@ fn only_the_gpu_that_changes_is_said_to_change() {
         listener.wait_for(&format!("DevicesChanged {}", text(&reloaded).trim()));
     }
     let heard = listener.heard();
-    // While the control daemon's default limit is above the limit of a slice, the slice shows a warning. The slice stays
-    // healthy.
+    // While the control daemon's default limits are above the limits of the other GPUs' slices, these slices show a warning,
+    // which causes D-Bus signals. The slices stay healthy.
     let of_others = |line: &&str| {
         let is_in = |other: &String| {
             line.starts_with(&format!("/io/yunion/Mps1/devices/_{}:", other.replace([':', '.', '-'], "_")))
@@ -377,7 +377,7 @@ fn a_typing_error_in_a_type_takes_no_gpu() {
         let checked = host.check();
         assert_eq!(checked.status.code(), Some(78), "{wrong}: {}", text(&checked));
     }
-    // The platform's host agent accepts keys in capitals and YAML merge keys. So the service does too.
+    // The host agent of the platform Cloudpods accepts keys in capitals and YAML merge keys. So the service does too.
     for same in [
         entry.replace("type", "TYPE").replace("path", "PATH").replace("devices", "DEVICES"),
         "ours: &ours\n  type: NVIDIA_MPS\n  virtual_number: 4\ndevices:\n- path: /dev/dri/renderD131\n  <<: *ours\n"
@@ -518,7 +518,7 @@ fn another_topology_waits_for_clients() {
         let reason = control_daemon(&status)["reason"].as_str().unwrap();
         assert!(reason.contains("no longer needed"), "{reason}");
         assert!(host.list().iter().all(|device| device["healthy"] == false));
-        // A reload causes a health check. The control daemon must survive each one.
+        // Each reload causes a health check, which must not end the control daemon.
         assert!(host.call("Control.Reload").status.success());
     }
     assert!(client.try_wait().unwrap().is_none());

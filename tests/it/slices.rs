@@ -150,8 +150,8 @@ fn links_follow_control_daemons_under_a_stream_of_clients() {
                 let mut program = host.command("cuda-client");
                 let said = program.arg("props").envs(environment.iter().cloned()).output().unwrap();
                 let said = text(&said);
-                // The control daemon may have ended before the service has noticed it. The test does not count a client of that
-                // control daemon.
+                // The control daemon may have ended although the service has not noticed the end yet. The test does not count a
+                // client of that control daemon.
                 let pid = before.as_ref().and_then(Value::as_u64).and_then(|pid| u32::try_from(pid).ok());
                 let has_ended = pid.is_some_and(|pid| !alive(pid));
                 let cut_off = has_ended || said.contains("(805)") || said.contains("(806)");
@@ -289,8 +289,8 @@ fn directories_are_given_back() {
     });
     wait_for("the former flags to go", || (!flags(&first).contains(&true)).then_some(()));
     fs::remove_dir_all(host.path("mps/pipe")).unwrap();
-    // With a control daemon for each GPU, the pipe directory contains other pipe directories. So the service removes its
-    // immutable flag.
+    // With a control daemon for each GPU, the service makes further pipe directories in the pipe directory. So the service
+    // removes the immutable flag of the pipe directory.
     host.configure("cuda_mps_topology: per_gpu");
     check(&host);
     host.wait_for_status("the other topology", |status| {

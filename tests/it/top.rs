@@ -155,7 +155,7 @@ fn keys_work_while_a_question_takes_its_time() {
     let _client = client(&host, "00:06.0-1");
     let mut screen = started(&host, 30, 100);
     screen.wait_for("1 client ");
-    // A stopped service does not answer `top`.
+    // SIGSTOP keeps the service from answering `top`. The keys must work all the same.
     host.signal(Signal::STOP);
     screen.wait_for("; as of ");
     screen.keys("jj");

@@ -91,8 +91,8 @@ impl Follower {
         wait_for(text, || self.text(name).contains(text).then_some(()));
     }
 
-    /// Counts the messages which say that the service does not run. A service that ends before it answers a request causes one
-    /// more message.
+    /// Counts the messages which say that the service does not run. If the service ends before it answers a request, the
+    /// program also prints another message, which does not count.
     fn absences(&self) -> usize {
         self.text("err").matches(NOT_RUNNING).count()
     }

@@ -41,8 +41,8 @@ impl Drained {
     }
 
     /// Makes these GPUs and slices take clients again. An empty list stands for every GPU and slice. If a GPU was drained and
-    /// `names` has only one of its slices, the other slices stay drained. The same goes for the other GPUs of a drained host.
-    /// `there` has the present GPUs: a GPU that is added later is no longer drained.
+    /// `names` has only one of its slices, the other slices stay drained. If the whole host was drained, the other GPUs in
+    /// `there` stay drained by name. `there` has only the present GPUs, so a GPU that is added later is not drained.
     pub fn undrain(&mut self, names: &[DeviceName], there: &SliceCounts) {
         if names.is_empty() {
             *self = Self::default();

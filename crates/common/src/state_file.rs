@@ -73,8 +73,8 @@ pub struct Contents {
     pub version: u32,
     /// The compute mode that each GPU had before the service changed it, in nvidia-smi's spelling, by the GPU's UUID.
     pub previous_compute_modes: BTreeMap<String, String>,
-    /// The compute mode that the service has set, by the GPU's UUID. For a GPU that is not in the map, the service has set
-    /// `Exclusive_Process`.
+    /// The compute mode that the service has set, by the GPU's UUID. If only `previous_compute_modes` has a GPU, an earlier
+    /// version of the service has set the GPU's mode. That version set only `Exclusive_Process`.
     #[serde(default)]
     pub compute_modes_set: BTreeMap<String, String>,
     #[serde(default)]

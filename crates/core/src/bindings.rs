@@ -6,9 +6,9 @@
 //!
 //! A binding ends when its control group is removed. In Kubernetes, a binding ends only with the pod, since the kubelet gives
 //! slices to pods and restarts a container with the same slice. A control group without processes may still get its first
-//! process, so its binding ends only [`FIRST_PROCESS`] seconds after it was made. If all processes of a control group have
-//! ended, the next control group that asks for its slice gets the slice at once. The reason is that a restarted container can
-//! start before the control group of its predecessor is removed.
+//! process, so its binding ends only [`FIRST_PROCESS`] seconds after the control group was bound. If all processes of a control
+//! group have ended, the next control group that asks for its slice gets the slice at once. The reason is that a restarted
+//! container can start before the control group of its predecessor is removed.
 
 use alloc::collections::{BTreeMap, BTreeSet};
 use alloc::string::String;
@@ -54,7 +54,7 @@ pub enum GroupUse {
     Used,
 }
 
-/// The authority that has made a binding. Of two variants, the later has more authority.
+/// The authority that has made a binding. Each variant has more authority than the variants above it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub enum BoundBy {
     /// The records of the platform's host agent name the slice, or name a GPU on which the service has chosen a free slice.
@@ -112,7 +112,8 @@ impl fmt::Display for NotBound {
 
 /// Returns true if the name of a control group can be trusted, since root owns the control group and all its ancestors. A user
 /// who owns a control group (for example a unit with `Delegate=`) can make control groups in it, and can name them like another
-/// tenant's container. `owners` has the user ids of the owners. None stands for a control group that does not exist.
+/// tenant's container. `owners` has the user ids of the owners of the control group and of its ancestors. None stands for a
+/// control group that does not exist.
 pub fn is_named_by_root(owners: impl IntoIterator<Item = Option<u32>>) -> bool {
     owners.into_iter().all(|owner| owner == Some(ROOT))
 }
@@ -294,8 +295,8 @@ impl Bindings {
     }
 
     /// The binding that excludes a program from a slice. None if no binding excludes the program. `path` is the program's
-    /// control group, or None if it is not known. `by` is the authority of the program's request. `holds` returns whether a
-    /// binding still counts.
+    /// control group, or None if it is not known. `by` is the authority of the program's request. `holds` returns false for a
+    /// binding that excludes no program any more, for example since it makes way ([`Binding::gives_way`]).
     pub fn taken_from(
         &self,
         slice: &SliceId,

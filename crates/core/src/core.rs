@@ -13,8 +13,8 @@ use crate::{
 
 #[derive(Debug, Clone)]
 pub struct Core<P> {
-    /// The control daemons that have a supervisor. A control daemon is in this map also while it waits for GPUs, and while it
-    /// ends.
+    /// The control daemons that should run, and the control daemons that still have to end. Each has a supervisor, except for a
+    /// control daemon that waits for GPUs before its start.
     lifecycles: BTreeMap<DaemonId, Lifecycle<P>>,
     /// The control daemons in the state file that have no supervisor, each with its GPUs. The processes of these control
     /// daemons may have ended.
@@ -217,8 +217,8 @@ impl<P: Clone + PartialEq> Core<P> {
         self.lifecycles.iter().filter(|(_, one)| one.goal() == Goal::Serve)
     }
 
-    /// Returns whether no control daemon has a supervisor and no compute mode is being changed, so that a service that is
-    /// stopped can exit.
+    /// Returns whether no control daemon should run or still has to end, and no compute mode is being changed. A service that
+    /// is stopped can then exit.
     pub fn is_at_rest(&self) -> bool {
         self.lifecycles.is_empty() && self.modes.is_quiet()
     }

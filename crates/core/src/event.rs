@@ -80,7 +80,7 @@ pub enum ActOutcome {
     Done,
     /// The service has ended the control daemon, since its order has changed or no program uses it.
     Ended,
-    /// The control daemon runs, and must get its order again.
+    /// The control daemon answers again. It may have missed commands while it did not answer, so it must get its order again.
     Again,
     Failed(WhyFailed),
     /// The answer to [`crate::DaemonAct::Judge`].
@@ -110,7 +110,7 @@ pub enum RunUse {
     Gone,
     Idle,
     /// The control daemon has no client, but programs without MPS prevent the start of its server. The core does not end the
-    /// control daemon, since a program that finds no control daemon runs without MPS too.
+    /// control daemon: a program that finds no control daemon runs without MPS, so even more programs would run without MPS.
     KeptOut,
     /// The control daemon has clients, or the service can't find out if it has clients.
     Clients,

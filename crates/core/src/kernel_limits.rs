@@ -3,8 +3,8 @@
 //! The kernel counts the memory of a control group together with the memory of its descendants. The limit of a control group on
 //! a GPU is therefore the memory of its own slices there plus the memory of its descendants' slices. Each limit is checked
 //! again after [`CHECK`], since other programs can change it, and since a limit that was refused may be accepted later. A new
-//! limit is first checked after [`SOON`]. The hook that binds a container may be followed by other hooks, which may change the
-//! limit.
+//! limit is first checked after [`SOON`]: a container is bound by a hook of the container runtime, and other hooks that run
+//! later may change the limit.
 
 use alloc::collections::{BTreeMap, BTreeSet};
 use alloc::string::String;
@@ -156,13 +156,12 @@ impl KernelLimits {
         }
     }
 
-    pub fn next(&self, now: CoreTime) -> Option<(LimitedGroup, LimitGoal)> {
-        let (place, pursued) = self.0.iter().find(|(_, pursued)| pursued.due <= now)?;
-        Some((place.clone(), pursued.goal.clone()))
-    }
-
-    pub fn due(&self) -> Option<CoreTime> {
-        self.0.values().map(|pursued| pursued.due).min()
+    /// The limit that is due first, with the time at which it is due. Limits of the GPUs in `busy` wait until the present
+    /// attempt for their GPU has ended, since NVML may not answer for a GPU for long.
+    pub fn next(&self, busy: &BTreeSet<GpuUuid>) -> Option<(CoreTime, LimitedGroup, LimitGoal)> {
+        let free = self.0.iter().filter(|(place, _)| !busy.contains(&place.gpu));
+        let (place, pursued) = free.min_by_key(|(_, pursued)| pursued.due)?;
+        Some((pursued.due, place.clone(), pursued.goal.clone()))
     }
 
     /// Records the outcome of an attempt. Returns true if the outcome deserves a message: the kernel has refused for a new

@@ -7,8 +7,8 @@ use crate::{Configured, GpuUuid, ModeOutcome};
 
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct Modes {
-    /// The former compute modes of these GPUs are not restored while no control daemon serves them, since the configuration
-    /// names them.
+    /// The former compute modes of these GPUs are not restored even while no control daemon serves them, since the
+    /// configuration names them.
     kept: Configured,
     /// The compute modes of these GPUs may have to be restored, since the service has changed them.
     touched: BTreeSet<GpuUuid>,

@@ -53,8 +53,8 @@ pub struct DaemonView {
     pub serving: bool,
     /// True once the order is in force, or the view has the reason why it is not.
     pub settled: bool,
-    /// True if days may pass before the supervisor's next step, since the step waits for the end of clients or follows a
-    /// failure.
+    /// True if days may pass before the supervisor's next successful step: the step waits for the end of clients, or the last
+    /// attempt has failed and the next attempts may fail too.
     pub put_off: bool,
     /// The planned wait that keeps the control daemon from serving. None if the control daemon serves, or if an administrator
     /// has to act.
@@ -84,8 +84,8 @@ pub struct ServedGpuView {
     pub reason: String,
     /// The reason why the GPU takes no more clients. Empty while the GPU takes clients.
     pub full: String,
-    /// The number of clients on the GPU, from the control daemon's list. None if NVML lists the clients, or if the control
-    /// daemon was not asked.
+    /// The number of clients on the GPU, from the control daemon's list. None if NVML lists the clients, or if the service has
+    /// not asked for the list.
     pub unlisted_clients: Option<u32>,
     /// The active thread percentage in force. None if it is not known.
     pub thread_percentage: Option<u8>,
@@ -171,7 +171,7 @@ impl DaemonView {
     }
 
     /// Records that the order is in force, or that the view has the reason why not. GPUs then no longer wait for their limits,
-    /// unless the control daemon retires or does not serve.
+    /// unless the control daemon retires, and so gets no new limits, or does not serve.
     fn settle(&mut self) {
         self.settled = true;
         for gpu in self.gpus.values_mut() {
@@ -185,6 +185,7 @@ impl DaemonView {
         (self.serving, self.ends_when_idle) = (false, false);
         for gpu in self.gpus.values_mut() {
             (gpu.thread_percentage, gpu.memory_limit_mib) = (None, None);
+            (gpu.server_kept_out, gpu.full) = (false, String::new());
         }
     }
 
@@ -258,6 +259,16 @@ mod tests {
         view.gpus.get_mut("A").unwrap().left_out = "lost".to_owned();
         assert_eq!(view.unserved("A"), Some(Unserved::Because("lost")));
         assert_eq!(view.unserved("B"), None);
+    }
+
+    #[test]
+    fn no_client_is_on_a_control_daemon_that_has_ended() {
+        let mut view = serving();
+        let gpu = view.gpus.get_mut("A").unwrap();
+        (gpu.full, gpu.server_kept_out) = ("full: all 48 places are taken".to_owned(), true);
+        view.has_ended();
+        assert_eq!(view.unserved("A"), Some(Unserved::DaemonServesNone));
+        assert_eq!(view.gpus["A"].full, "");
     }
 
     #[test]

@@ -36,7 +36,7 @@ const SEEDS: &[(&str, &str)] = &[
     ("clients that nobody can list after a fatal GPU error are nobody", "14400"),
     ("another control daemon says that a server is well", "10400"),
     ("the GPUs of the newest order count as the GPUs that the start under way was told", "9800"),
-    ("a server is ended after the grace though others on it are well", "7000"),
+    ("a server is ended after the grace though others on it are well", "3100"),
     ("every client of a server with a fatal GPU error is called done", "7200"),
     ("a request believes the list of clients after a fatal GPU error", "6200"),
     ("a control daemon that waits for GPUs counts as starting", "6750"),
@@ -47,7 +47,7 @@ const SEEDS: &[(&str, &str)] = &[
 const HISTORIES_WITHOUT: &str = "1000";
 
 /// A defect: its name, its file, the present text, the text that replaces it, and the name of the broken promise. The promise
-/// is empty if the defect breaks several promises, since a history may find any of them first.
+/// is empty if the defect breaks several promises, since a history may break any of these promises first.
 type Defect = (&'static str, &'static str, &'static str, &'static str, &'static str);
 
 const DEFECTS: &[Defect] = &[
@@ -852,7 +852,7 @@ fn build(copy: &Path) -> PathBuf {
     program.unwrap_or_else(|| panic!("{}", String::from_utf8_lossy(&built.stderr))).into()
 }
 
-/// Runs the histories with this defect. Returns true if all promises hold, and the output of the test program. Unless
+/// Runs the histories with this defect. The bool is true if all promises hold. The text is the test program's output. Unless
 /// `shortest` is "0", the program also shortens a failing history, which takes much longer than to find the history.
 fn try_histories(program: &Path, defect: &str, shortest: &str) -> (bool, String) {
     let mut command = Command::new(program);

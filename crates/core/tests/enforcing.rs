@@ -90,8 +90,8 @@ fn one_that_may_have_lost_its_work_is_settled_before_anybody_else_is_touched() {
     assert_eq!(asked, [3]);
     assert_eq!(states(&victims), [(3, VictimState::Unknown("an answer got lost".to_owned()))]);
     assert_eq!(broken_off.as_deref(), Some("an answer got lost"));
-    // A newer client comes. Client 3 may have lost its work, since an answer got lost. So the service first tries again to end
-    // client 3, and then ends the newer client.
+    // The answer to the request to end the work of client 3 got lost, so client 3 may have lost its work. Now a newer client
+    // comes. The service first tries again to end the work of client 3, and then ends the work of the newer client.
     story.host().member(4, 40, 4);
     story.list_members();
     assert_eq!(story.attempt().0, [0; 0], "it is tried again after a pause");

@@ -1,8 +1,9 @@
 //! Random histories of a simulated host, from seeds. Each promise in `tests/world/src/truths.rs` must hold in each history.
 //!
 //! The environment variable `HISTORIES` is the number of histories, and `MODEL_SEED` the first seed. With `MODEL_SECONDS`
-//! instead of `HISTORIES`, the test tries histories for this many seconds. A failure prints its seed, and the shortest history
-//! that still fails as a story. With `SHORTEST=0` the test does not shorten the history.
+//! instead of `HISTORIES`, the test tries histories for this many seconds. If a history fails, the test looks for a shorter
+//! history that also fails, and prints the seed and this shorter history as text. With `SHORTEST=0` the test prints the whole
+//! history.
 
 // clippy.toml allows `unwrap` and the like only in functions marked as tests. The helper functions of this file are not
 // marked as tests, and call `unwrap` too.

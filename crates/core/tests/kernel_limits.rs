@@ -3,7 +3,7 @@
 // clippy.toml allows calls such as `unwrap` only in functions with `#[test]`. Other functions of this file make such calls too.
 #![allow(clippy::unwrap_used)]
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 
 use mps_core::bindings::{Binding, Bindings, BoundBy, ControlGroup};
 use mps_core::kernel_limits::{
@@ -95,6 +95,30 @@ fn a_control_group_may_have_the_memory_of_its_slices_and_of_the_slices_inside_it
     }
 }
 
+fn due(limits: &KernelLimits) -> Option<CoreTime> {
+    limits.next(&BTreeSet::new()).map(|(due, ..)| due)
+}
+
+/// NVML may take long to answer for a GPU, or never answer. The limits on other GPUs must not wait for this GPU.
+#[test]
+fn a_gpu_that_does_not_answer_holds_up_no_other_gpu() {
+    let place = |gpu: &str, path: &str| LimitedGroup { gpu: gpu.to_owned(), group: group(path) };
+    let goal = |place| (place, LimitGoal::Hold(1));
+    let mut limits = KernelLimits::default();
+    let old: BTreeMap<_, _> = [place("A", "/a"), place("A", "/b")].map(goal).into();
+    limits.pursue(&old, CoreTime::ZERO);
+    let more: BTreeMap<_, _> = old.into_iter().chain([goal(place("B", "/c"))]).collect();
+    limits.pursue(&more, CoreTime::from_secs(1));
+    let next = |busy: &[&str]| {
+        let busy = busy.iter().map(|gpu| (*gpu).to_owned()).collect();
+        limits.next(&busy).map(|(_, place, _)| (place.gpu, place.group.path))
+    };
+    let named = |gpu: &str, path: &str| Some((gpu.to_owned(), path.to_owned()));
+    assert_eq!(next(&[]), named("A", "/a"));
+    assert_eq!(next(&["A"]), named("B", "/c"));
+    assert_eq!(next(&["A", "B"]), None);
+}
+
 /// A host may have thousands of refused limits. The service must not try them all again with each new binding.
 #[test]
 fn a_refused_limit_is_not_tried_again_for_a_new_one_beside_it() {
@@ -113,9 +137,10 @@ fn a_refused_limit_is_not_tried_again_for_a_new_one_beside_it() {
         limits.pursue(&goals(&[("/a", 1)]), now);
         let refused = LimitOutcome::Refused("it has more".to_owned());
         assert!(limits.has_acted(&place("/a"), &LimitGoal::Hold(1), refused, now));
-        assert_eq!(limits.next(now), None);
+        assert!(due(&limits) > Some(now));
         limits.pursue(&goals(then), now);
-        assert_eq!(limits.next(now).map(|(place, _)| place.group.path).as_deref(), Some(next), "{then:?}");
+        let (at, place, _) = limits.next(&BTreeSet::new()).unwrap();
+        assert_eq!((at, place.group.path.as_str()), (now, next), "{then:?}");
     }
 }
 
@@ -143,13 +168,13 @@ fn the_next_act_comes_with_the_next_goal_to_look_at() {
         |paths: &[&'static str]| paths.iter().map(|path| (place(path), LimitGoal::Hold(10))).collect();
     let mut limits = KernelLimits::default();
     let at = CoreTime::from_secs;
-    assert_eq!(limits.due(), None);
+    assert_eq!(due(&limits), None);
     limits.pursue(&goals(&["/a"]), at(1));
-    assert_eq!(limits.due(), Some(at(1)));
+    assert_eq!(due(&limits), Some(at(1)));
     limits.has_acted(&place("/a"), &LimitGoal::Hold(10), LimitOutcome::Reached, at(2));
-    assert_eq!(limits.due(), Some(at(2) + SOON), "a new limit");
+    assert_eq!(due(&limits), Some(at(2) + SOON), "a new limit");
     limits.has_acted(&place("/a"), &LimitGoal::Hold(10), LimitOutcome::Reached, at(7));
-    assert_eq!(limits.due(), Some(at(7) + CHECK));
+    assert_eq!(due(&limits), Some(at(7) + CHECK));
     limits.pursue(&goals(&["/a", "/b"]), at(8));
-    assert_eq!(limits.due(), Some(at(8)), "another control group");
+    assert_eq!(due(&limits), Some(at(8)), "another control group");
 }

@@ -304,8 +304,8 @@ fn another_order_leads_nobody_new_until_its_limits_are_told() {
     links.lead(linked(), &wanted());
     links.apply(&mut disk, &none_drained()).unwrap();
     assert_eq!(disk.leading_to_ours(), ["pipe", "s-1"]);
-    // The control daemon has got its limits with an order to retire. The new order has the same limits, so the service makes
-    // all links of the new order.
+    // The control daemon has now got the limits of an order with `retiring`. The new order has the same limits and slices, so
+    // the service makes all links of the new order.
     links.lead(linked(), &WantedLinks { retiring: true, ..more });
     links.apply(&mut disk, &none_drained()).unwrap();
     assert_eq!(disk.leading_to_ours(), ["pipe", "s-1", "s-2"]);
@@ -372,8 +372,8 @@ fn other_directories_are_searched_until_no_link_can_be_left_there() {
     disk.stuck.clear();
     links.apply(&mut disk, &none_drained()).unwrap();
     assert_eq!(disk.leading_to_ours(), ["pipe", "s-0", "s-1"]);
-    // The service assumes that no other program makes links in the directories of slices. After a complete search, the passes
-    // therefore look only at the slices of the order, and the link of `s-8` stays until the next search.
+    // The service assumes that no other program makes links in the directories of slices. So after a complete search,
+    // `apply` looks only at the slices of the order, and the link of `s-8` stays until the next search.
     disk.others_lead("s-8", OURS);
     links.apply(&mut disk, &none_drained()).unwrap();
     assert_eq!(disk.leading_to_ours(), ["pipe", "s-0", "s-1", "s-8"]);
@@ -516,7 +516,8 @@ fn one_of_before_with_its_socket_in_the_pipe_directory_needs_no_link_there() {
     links.apply(&mut disk, &none_drained()).unwrap();
     assert_eq!(disk.leading_to_ours(), ["s-0", "s-1"]);
     assert_eq!(disk.kept, texts(["s-0", "s-1"]));
-    // If the order has no directories of slices, the service reads and changes nothing.
+    // The control daemon has its own socket in the pipe directory, so it needs no link there. If the order also has no
+    // directories of slices, the service reads and changes nothing.
     disk.socket = Err("nobody may ask".to_owned());
     let order = WantedLinks { slices_in: None, ..wanted() };
     let mut links = Links::new(Some(order), Some(Linked { slices_in: None, ..running }));

@@ -245,7 +245,8 @@ fn a_mode_that_nobody_has_set_is_not_put_back() {
     core.on(demand(&[]), NOW);
     core.on(done("A", runs(&["A"]), ActOutcome::Interrupted), NOW);
     assert_eq!(told(&core.on(done("A", None, ActOutcome::Ended), NOW)), ["A: release"]);
-    // The state file names a control daemon of an earlier run of the service. The takeover finds that it has ended by itself.
+    // The state file names a control daemon of an earlier run of the service. The takeover finds that this control daemon has
+    // ended by itself.
     let left = runs(&["A"]).map(|one| ("A".into(), one));
     let mut core = Core::new(left.into_iter().collect(), BTreeSet::new());
     assert_eq!(

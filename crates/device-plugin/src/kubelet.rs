@@ -20,7 +20,8 @@ use tonic::{Request, Status};
 use crate::api::{self, PluginOptions, RegisterRequest};
 use crate::codec::Protobuf;
 
-/// The longest time for one call to the kubelet. The kubelet connects to the plugin before it answers a registration.
+/// The longest time for one call to the kubelet. The kubelet first connects to the plugin and then answers a registration, so
+/// the answer takes a while.
 const DEADLINE: Duration = Duration::from_secs(5);
 
 /// The identity of a socket's file. A new socket has another identity than the former socket, even if the file system reuses

@@ -1,10 +1,10 @@
 //! The resources of the node, and the devices of each resource with their health. All functions are pure.
 //!
 //! The kubelet uses the health of a device for two decisions: a pod may get a healthy device, and a pod with a healthy device
-//! may go on. A kubelet that starts ends each pod that has an unhealthy device and an init container that has ended. So a slice
-//! of a pod is healthy as long as the slice is served, even if the slice is drained. The slice stays drained for other pods,
-//! since the kubelet gives a slice to no other pod while a pod has the slice. A slice with an owner outside of Kubernetes is
-//! unhealthy, since the kubelet does not know this owner.
+//! may go on. At its start, the kubelet ends each pod that has an unhealthy device and an init container that has ended. So a
+//! slice of a pod is healthy as long as the slice is served, even if the slice is drained. No other pod can get this drained
+//! slice, since the kubelet gives a slice to one pod at a time. A slice with an owner outside of Kubernetes is unhealthy, since
+//! the kubelet does not know this owner.
 
 use std::collections::BTreeMap;
 

@@ -154,9 +154,9 @@ impl Plugin {
         self.say("service", service.complaint());
         let Some(slices) = &service.slices else { return Ok(SOON) };
         self.say("names", self.arguments.naming.joined(slices.iter().filter_map(|slice| slice.share)));
-        // A kubelet that starts removes all sockets, and then makes its own socket. So the kubelet's socket is read before the
-        // plugin's sockets are checked. If the kubelet's socket is new, the later check finds that the plugin's sockets were
-        // removed.
+        // At its start, the kubelet removes all sockets, and then makes its own socket. So the kubelet's socket is read before
+        // the plugin's sockets are checked. If the kubelet's socket is new, the later check finds that the plugin's sockets
+        // were removed.
         let kubelet = SocketFile::at(&kubelet_socket(&self.directory));
         let unwatched = service.is_away_for(Duration::from_secs(self.arguments.grace));
         let offers = offers(&mut self.names, slices, &self.arguments.naming, unwatched);

@@ -46,8 +46,9 @@ pub(super) async fn slurm(daemon: &DaemonProxy, out: &mut dyn Write) -> Result<(
 
 /// The lines for gres.conf. The comments in front of these lines contain the lines for slurm.conf.
 fn gres_conf(devices: &[Listed<Device>]) -> Result<String, Problem> {
-    // Slurm numbers the slices of one type after the other, in the order of the types in slurm.conf. Within a type, Slurm
-    // numbers the slices in the order of gres.conf.
+    // Slurm numbers all slices of a type before the slices of the next type, in the order of the types in slurm.conf. Within a
+    // type, Slurm numbers the slices in the order of gres.conf. So the lines are grouped by type, in the order of `Gres=`
+    // for slurm.conf. The number of a slice is then the place of its line.
     let mut kinds: BTreeMap<String, Vec<(u32, &Device)>> = BTreeMap::new();
     // A slice that can't be served, for example on a GPU in MIG mode, is omitted: a job with this slice would fail.
     for device in devices.iter().filter(|device| device.servable) {

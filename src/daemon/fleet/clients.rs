@@ -112,7 +112,7 @@ impl Fleet {
 
 async fn ask_for_clients(id: DaemonId, pid: u32, control: Control, clients: Clients) {
     let why = match timeout(PATIENCE, control.client_pids(&[])).await {
-        _ if control.daemon_pid() != Some(pid) => {
+        Ok(Ok(_)) if control.daemon_pid() != Some(pid) => {
             "the control daemon does not listen in its pipe directory any more".to_owned()
         }
         Ok(Ok(listed)) => {

@@ -205,8 +205,8 @@ impl Fleet {
         }
     }
 
-    /// Makes and removes links after a change of the closed slices in the state file, for all running control daemons of the
-    /// service. The error names the links that can't be removed.
+    /// Makes and removes links after slices were closed to new clients, or opened again, in the state file. The links of all
+    /// running control daemons of the service are checked. The error names the links that can't be removed.
     pub(super) fn link(&self) -> Result<(), String> {
         let (running, closed) = {
             let state_file = self.tools.state_file.lock();

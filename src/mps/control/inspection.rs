@@ -53,7 +53,8 @@ pub(super) fn parse(answer: &str, at: &[u32], limits: Option<&Limits>) -> Option
     let statuses: Option<_> = at.iter().map(|server| Some((*server, parse_status(lines.next()?)?))).collect();
     let mut differences = BTreeMap::new();
     for (server, memory_mib) in asked(at, limits) {
-        let found = differing(&mut lines, limits.map(|limits| limits.thread_percentage), &memory_mib)?;
+        let wanted = limits.map(|limits| limits.thread_percentage);
+        let found = differing(&mut lines, server, wanted, &memory_mib)?;
         if !found.is_empty() {
             differences.insert(server, found.join(", "));
         }
@@ -80,19 +81,25 @@ pub(super) fn set(limits: &Limits) -> Vec<String> {
     [format!("{}.0", limits.thread_percentage)].into_iter().chain(memory).collect()
 }
 
-/// The servers in the answer to [`setting`]. None if the limits in the answer differ from `limits`. If the server has ended, each
-/// command about it has an error as its answer, and the servers follow.
+/// The servers in the answer to [`setting`]. None if the limits in the answer differ from `limits`. If the server has ended, maybe
+/// between two commands, the answers to the commands that follow are errors, and the servers come after the last error.
 pub(super) fn parse_set(answer: &str, limits: &Limits) -> Option<Vec<u32>> {
-    let mut lines = lines(answer);
-    let is_gone = |line: &&str| parse_status(line) == Some(ServerStatus::Gone);
-    if lines.peek().is_some_and(is_gone) {
-        return pids(lines.skip_while(is_gone));
-    }
-    set(limits).into_iter().all(|limit| lines.next() == Some(&limit)).then(|| pids(lines))?
+    let said: Vec<&str> = lines(answer).collect();
+    let limits = set(limits);
+    let servers_at = match said.iter().rposition(|line| is_gone(line)) {
+        Some(last) => last + 1,
+        None if said.iter().take(limits.len()).eq(&limits) => limits.len(),
+        None => return None,
+    };
+    pids(said.into_iter().skip(servers_at))
 }
 
 fn lines(answer: &str) -> Peekable<impl Iterator<Item = &str>> {
     answer.lines().map(str::trim).filter(|line| !line.is_empty()).peekable()
+}
+
+fn is_gone(line: &str) -> bool {
+    parse_status(line) == Some(ServerStatus::Gone)
 }
 
 fn pids<'a>(lines: impl Iterator<Item = &'a str>) -> Option<Vec<u32>> {
@@ -103,6 +110,7 @@ fn pids<'a>(lines: impl Iterator<Item = &'a str>) -> Option<Vec<u32>> {
 /// limits, in words.
 fn differing<'a>(
     lines: &mut Peekable<impl Iterator<Item = &'a str>>,
+    server: Option<u32>,
     wanted: Option<u8>,
     memory_mib: &BTreeMap<usize, u64>,
 ) -> Option<Vec<String>> {
@@ -121,8 +129,12 @@ fn differing<'a>(
     }
     // If a memory limit is not set, the control daemon writes no line for it. The next line is then a number, either a
     // percentage or a PID.
-    let is_limit = |line: &&str| line.parse::<f64>().is_err();
+    let is_limit = |line: &&str| line.parse::<f64>().is_err() && (server.is_some() || !is_gone(line));
     let said: Vec<&str> = memory_mib.keys().map_while(|_| lines.next_if(is_limit)).collect();
+    // The server has ended after the first answer.
+    if said.iter().any(|line| is_gone(line)) {
+        return Some(Vec::new());
+    }
     if said.len() < memory_mib.len() {
         found.push("no device pinned memory limit on at least one device".to_owned());
         return Some(found);
@@ -202,10 +214,12 @@ mod tests {
         );
         let none = "no device pinned memory limit on at least one device";
         assert_eq!(found("ACTIVE\n25.0\n35G\n25.0\n939"), [none, none]);
-        // A server that has ended meanwhile, or a driver that does not know the command, counts as no difference.
+        // If a server has ended meanwhile, or if the driver does not know the command that reads a server's thread percentage,
+        // no difference is reported.
         let gone = "Server 939 not found";
         assert_eq!(found(&format!("{gone}\n25.0\n35G\n512M\n{gone}\n{gone}")), ["", ""]);
         assert_eq!(look(&format!("ACTIVE\n25.0\n35G\n512M\n{gone}\n{gone}\n944")).servers, [944]);
+        assert_eq!(found(&format!("ACTIVE\n25.0\n35G\n512M\n25.0\n{gone}\n944")), ["", ""]);
         let unknown = "Unknown command \"get_active_thread_percentage\"";
         assert_eq!(found(&format!("ACTIVE\n25.0\n35G\n512M\n{unknown}\n{unknown}\n939")), ["", ""]);
         let long = "x".repeat(9999);
@@ -220,13 +234,13 @@ mod tests {
         let gone = "Server 939 not found\n".repeat(3);
         assert_eq!(set(&gone), Some(vec![]));
         assert_eq!(set(&format!("{gone}944")), Some(vec![944]));
+        assert_eq!(set(&format!("25.0\n{gone}944")), Some(vec![944]));
         for other in [
             "",
             "30.0\n35G\n512M",
             "25.0\n34G\n512M",
             "25.0\n35G",
             "25.0\n35G\n939",
-            "25.0\nServer 939 not found",
             "Server 939 not found\n25.0",
         ] {
             assert_eq!(set(other), None, "{other:?}");

@@ -121,7 +121,7 @@ impl Control {
 
     /// Asks a control daemon in one conversation for all servers, for the statuses of the servers in `at`, and for the limits
     /// of these servers and of servers that are started later. Of the limits, the result has only those that differ from
-    /// `limits`. A server that has ended is not compared. Memory limits are compared in whole GiB.
+    /// `limits`. A server that has ended is not compared. Memory limits of 1 GiB or more are compared in whole GiB.
     pub(crate) async fn inspect(
         &self,
         at: &[u32],
@@ -212,8 +212,9 @@ impl Control {
 
     /// Sets the active thread percentage, and the pinned memory limit of each GPU in MiB. The limits apply to the next clients
     /// of the running `server`, or without `server` to servers that are started later. The control daemon accepts any value, so
-    /// the same front end reads all limits back. The control daemon reports memory limits only in whole GiB, and only the
-    /// server's log has the exact values. Returns the PIDs of the servers. A `server` that has ended is not among them.
+    /// the same front end reads all limits back. The control daemon reports a memory limit of 1 GiB or more only in whole GiB,
+    /// and only the server's log has the exact value. Returns the PIDs of the servers. A `server` that has ended is not among
+    /// them.
     pub(crate) async fn set_limits(
         &self,
         server: Option<u32>,

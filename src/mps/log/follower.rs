@@ -126,7 +126,7 @@ impl Follower {
         if !copied || length.saturating_sub(self.read) > CHUNK_BYTES as u64 {
             return Ok(());
         }
-        while self.read < length && self.fill()? {}
+        while self.fill()? {}
         rustix::fs::ftruncate(&self.file, 0)?;
         self.read = 0;
         self.rotated = self.rotation.take().map(Rotation::result);

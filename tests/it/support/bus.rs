@@ -15,8 +15,8 @@ use super::wait::DEADLINE;
 /// The configuration of the private dbus-daemon. It has the rules of the system bus. `scripts/bus-conf.sh` reads the same file.
 const CONFIGURATION: &str = include_str!("../../support/bus.conf");
 
-/// The group that plays the group yunion-mps in the policy. dbus-daemon reads the groups of a user from the host's files, in
-/// which no user is a member. So tests start programs with this group.
+/// The group that plays the group yunion-mps in the policy. dbus-daemon reads the groups of a user from the host's files, which
+/// may have no group yunion-mps. In these files, this group is the group of the user of [`AS_MEMBER`].
 const MEMBERS: u32 = 65_534;
 
 /// Options of setpriv for a user who is a member of the group yunion-mps.

@@ -9,7 +9,7 @@ use super::host::Host;
 
 pub(crate) const NO_CONTAINER_GROUP: &str = "no control group can be made here";
 
-/// The first part of the name of a test's control group. The control groups of the simulated kubelet are inside this group.
+/// The first part of the name of a test's control group, which contains the control groups of the test's pods.
 pub(crate) const OF_TEST: &str = "yunion-test-";
 
 /// The control group of a container, as a container runtime makes it.
@@ -24,7 +24,7 @@ impl ContainerGroup {
         Self::named(|id| format!("docker-{id}.scope"))
     }
 
-    /// Makes the control group of a container of a guest, as the platform's host agent does.
+    /// Makes the control group of a container of a guest, as the host agent of the platform Cloudpods does.
     pub(crate) fn of_a_guest() -> Option<Self> {
         Self::named(|id| format!("cloudpods/{id}"))
     }

@@ -109,7 +109,7 @@ pub(crate) fn unknown_directories() -> Vec<PathBuf> {
 /// A comparison of outputs with the files of one directory, and the differences so far.
 pub(crate) struct Golden {
     below: String,
-    /// The outputs that are recorded in this directory. None stands for all outputs.
+    /// The outputs that have a recorded file in the directory `below`. None if all outputs have a recorded file.
     listed: Option<&'static [&'static str]>,
     files: BTreeSet<String>,
     complaints: String,
@@ -156,8 +156,8 @@ impl Golden {
         for listed in self.listed.unwrap_or_default() {
             assert!(self.files.contains(*listed), "{}/{listed} is listed, and no case prints it", self.below);
         }
-        // Without any output for the directory in this run, its files can't be checked. `unknown_directories` reports a
-        // directory that no test uses.
+        // A directory that `RECORDED` does not name need not exist, so its files are not read here. If it exists,
+        // `unknown_directories` reports it.
         let known = self.is_whole() || !self.files.is_empty();
         for entry in known.then(|| fs::read_dir(directory(&self.below)).unwrap()).into_iter().flatten() {
             let path = entry.unwrap().path();

@@ -268,8 +268,8 @@ impl Host {
         self.spawn(command);
     }
 
-    /// Makes a command that runs a program in a user namespace that may have no inotify instance. Programs outside of the
-    /// namespace are not affected.
+    /// Makes a command that runs a program in a user namespace in which the kernel allows no inotify instances. Programs
+    /// outside of the namespace are not affected.
     pub(crate) fn without_inotify(&self, program: &Command) -> Command {
         let mut command = self.command("unshare");
         command.args(["--user", "--map-root-user", "sh", "-c"]);
@@ -377,8 +377,8 @@ impl Host {
         }
     }
 
-    /// Waits until no GPU is served and a reason contains this text, and returns the status. The state is then `failed`, or
-    /// `degraded` during a planned wait for the clients of another control daemon.
+    /// Waits until no GPU is served and the reason for the service's state contains this text, and returns the status. The
+    /// state is then `failed`, or `degraded` during a planned wait for the clients of another control daemon.
     pub(crate) fn wait_for_failure(&self, reason: &str) -> Value {
         self.wait_for_status(reason, |status| {
             let service = &status["service"];
@@ -459,7 +459,8 @@ impl Host {
         String::from_utf8_lossy(&output.stdout).into_owned() + &String::from_utf8_lossy(&output.stderr)
     }
 
-    /// Waits until no process of the host runs. A front end that was interrupted may be the last one.
+    /// Waits until no process of the host runs. A front end that the service has interrupted may end a moment after the
+    /// service.
     pub(crate) fn nothing_runs(&self) {
         wait_for("no process", || self.processes().is_empty().then_some(()));
     }

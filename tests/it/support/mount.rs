@@ -31,7 +31,7 @@ impl Mount {
 
 impl Drop for Mount {
     fn drop(&mut self) {
-        // Processes of the host may still have open files on it. So the unmount is lazy.
+        // Processes of the host may still have open files on the file system. So the unmount is lazy.
         let _ = Command::new("umount").arg("--lazy").arg(&self.0).status();
     }
 }

@@ -39,7 +39,7 @@ impl Neighbours {
         table.lines().filter_map(|line| line.split_whitespace().next()?.parse().ok()).collect()
     }
 
-    /// Waits until a client has started its kernel. It then sleeps in state `S`.
+    /// Waits until a client is in its CUDA kernel. During the kernel the client's process sleeps (state `S`).
     pub(crate) fn computes(&self, pid: u32) {
         wait_for("the client computes", || {
             (self.listed().contains(&pid) && process_state(pid) == Some('S')).then_some(())

@@ -95,7 +95,8 @@ impl Host {
         self.list().into_iter().filter(is_its).collect()
     }
 
-    /// Waits until the control daemon does not serve and its reason contains this text, and returns the status.
+    /// Waits until the service is `degraded` or `failed`, and the reason for this state or for the control daemon's state
+    /// contains this text. Returns the status.
     pub(crate) fn wait_until_it_fails(&self, reason: &str) -> Value {
         if self.first_slice.is_none() {
             return self.wait_for_failure(reason);

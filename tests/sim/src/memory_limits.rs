@@ -19,7 +19,8 @@ const FIRST_SERIES: u32 = 615;
 pub type Limits = (u64, u64);
 
 /// Checks that NVML can read and set memory limits of this control group on this GPU. The driver must have the functions, the
-/// GPU must account for memory (its file `memory_accounting` exists), and the control group must exist.
+/// GPU must not be in MIG mode and must account for memory (its file `memory_accounting` exists), and the control group must
+/// exist.
 ///
 /// # Errors
 /// The error is NVML's return code.

@@ -279,7 +279,8 @@ impl World {
         self.budgets_hear_of_clients();
     }
 
-    /// The memory of all programs grows and shrinks many times, so that the service could report overuse many times.
+    /// The memory of all programs grows and shrinks many times. A service that reported overuse each time would break the
+    /// promise `overuse-is-told-in-measure`.
     pub(crate) fn tenant_comes_and_goes(&mut self, dice: &mut Dice) {
         let gpu = *dice.pick(&GPUS).unwrap();
         for round in 0..32 {

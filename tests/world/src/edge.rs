@@ -29,8 +29,8 @@ pub struct SimShell {
 }
 
 impl SimShell {
-    /// NVML lists no clients of the old GPU. If several control daemons take turns on a GPU, NVML does not tell their clients
-    /// apart.
+    /// True if NVML lists the clients of this control daemon on the GPU. NVML lists no clients of `OLD_GPU`. If several control
+    /// daemons take turns on a GPU, NVML does not tell their clients apart.
     pub(crate) fn lists_clients(&self, gpu: &str) -> bool {
         gpu != OLD_GPU && self.id.tenure() == Tenure::Alone
     }

@@ -253,7 +253,7 @@ impl SimEnding {
         };
         let mut at_work: BTreeSet<SimProcess> = state.wanted.iter().copied().filter(is_at_work).collect();
         // The control daemon's list may lack one client. The service can't know this client if its work began after the
-        // previous list. So only clients that were already at work at the previous list count.
+        // previous list. So `at_work` keeps only clients that were already at work at the time of the previous list.
         if state.has_left_out.contains(&one.pid)
             && let Some(before) = state.at_work.get(&one.pid)
         {
@@ -383,8 +383,8 @@ impl ClientShell for SimEnding {
         assert_eq!(may_end.cause(), Cause::Asked);
         let one = self.find(*control).clone();
         let pid = client.0.pid;
-        // The control daemon ends the work of the process that has the client's PID now. This process is the client, since
-        // the kernel does not reuse a PID so soon.
+        // The command names the client only by its PID, so it is about the process that has the PID now. A process that gets
+        // the PID during the command keeps its work, since a real kernel does not reuse a PID so soon.
         let Some(process) = self.look(pid, |client| client.tenant.process) else {
             return ClientEnd::NotThere;
         };

@@ -110,7 +110,8 @@ impl Facts {
         self.seen_budgets.clone_from(&self.budgets);
     }
 
-    /// The service logs a message about the overuse of this slice. Checks the promise `overuse-is-told-in-measure`.
+    /// The service logs a message about the overuse of this slice. Checks the promise `overuse-is-told-in-measure`: the service
+    /// logs at most [`MOST_TOLD`] messages about a slice in a minute.
     pub(crate) fn is_told(&mut self, slice: u32, now: Duration) {
         let told = self.told.entry(slice).or_default();
         told.push(now);

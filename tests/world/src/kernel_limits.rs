@@ -96,16 +96,16 @@ impl World {
         service.kernel_limits.wanted = wanted;
     }
 
-    fn next_limit(&self) -> Option<(LimitedGroup, LimitGoal)> {
-        self.service.as_ref()?.kernel_limits.limits.as_ref()?.next(self.now)
+    fn next_limit(&self) -> Option<(Duration, LimitedGroup, LimitGoal)> {
+        self.service.as_ref()?.kernel_limits.limits.as_ref()?.next(&BTreeSet::new())
     }
 
     pub(crate) fn kernel_limits_come_on(&self) -> bool {
-        self.next_limit().is_some()
+        self.kernel_limits_wait_until().is_some_and(|due| due <= self.now)
     }
 
     pub(crate) fn kernel_limits_wait_until(&self) -> Option<Duration> {
-        self.service.as_ref()?.kernel_limits.limits.as_ref()?.due()
+        self.next_limit().map(|(due, ..)| due)
     }
 
     fn used_by(&self, place: &LimitedGroup) -> u64 {
@@ -114,7 +114,8 @@ impl World {
     }
 
     pub(crate) fn carry_on_kernel_limits(&mut self, dice: &mut Dice) {
-        let Some((place, goal)) = self.next_limit() else { return };
+        let next = self.next_limit().filter(|(due, ..)| *due <= self.now);
+        let Some((_, place, goal)) = next else { return };
         let is_lost = self.goes_wrong(dice);
         let is_new = matches!(goal, LimitGoal::Hold(_)) && !self.kernel.limits.contains_key(&place);
         // A container may have a second hook, of another program. The second hook may replace the limit just after the service

@@ -219,7 +219,7 @@ pub struct World {
     /// The orders that follow from the present configuration.
     demand: Demand<u32>,
     version: u32,
-    /// True at the end of a history, when the world causes no more troubles.
+    /// True if the world causes no troubles of its own: at the end of a history, and in scripts (`scripted.rs`).
     is_calm: bool,
     /// True if the driver's control daemons refuse to serve several users at once.
     refuses_multiuser: bool,

@@ -324,7 +324,8 @@ impl Mps {
         if self.starts_fail || self.goes_wrong(24) {
             self.after(Duration::from_millis(50), Later::StartFails(pid));
             if !self.starts_fail && pid.is_multiple_of(2) {
-                // Such a server is active before it ends, but has not written its limits to the log.
+                // Some servers that fail at their start are active for a moment before they end. The log then lacks the
+                // limits of the server.
                 self.after(Duration::from_millis(25), Later::IsWell(pid));
             }
         } else {

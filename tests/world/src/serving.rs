@@ -90,7 +90,8 @@ pub(crate) fn only_slice(id: &DaemonId) -> Option<u32> {
     Some(id.only_slice()?.ordinal)
 }
 
-/// Returns the memory limit in MiB that an order gives to a control daemon: the memory of the largest slice.
+/// Returns the memory limit in MiB that an order gives to a control daemon: the memory of the largest slice that the control
+/// daemon serves.
 fn mib_of(order: &Order<u32>) -> u64 {
     size_of(order.payload, only_slice(&order.id).unwrap_or(LARGEST))
 }

@@ -57,7 +57,7 @@ impl World {
     }
 
     /// Records the failure with which an act about a control daemon has ended. If a later act finds programs that prevent the
-    /// end of the failed control daemon, adds these programs to the recorded failure.
+    /// end of the failed control daemon, the function adds these programs to the recorded failure.
     pub(crate) fn has_failed(&mut self, id: &DaemonId, why: Option<Result<Judged, Failure>>) {
         let (view, now) = (self.shown(id).view, self.now);
         let Some(service) = &mut self.service else { return };

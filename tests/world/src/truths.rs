@@ -169,7 +169,8 @@ impl World {
         }
     }
 
-    /// Checks the promise `nothing-spins`: the service makes a pause after an act that fails, however long a trouble lasts.
+    /// Checks the promise `nothing-spins`: while no time passes and no event from outside happens, a control daemon has fewer
+    /// than [`MOST_IN_A_ROW`] acts. A service that made no pause after a failed act would exceed this number.
     fn check_nothing_spins(&mut self, act: &Act<u32>) {
         let Act::Daemon { id, .. } = act else { return };
         let acts = self.in_a_row.entry(id.clone()).or_default();

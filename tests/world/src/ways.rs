@@ -168,7 +168,8 @@ impl SimAdmission {
             socket = (mps.is_alive && !mps.has_no_directory).then_some(mps.pid);
             let names: Vec<String> = slices(&self.id, &mps.gpus).map(|(name, _)| name).collect();
             stuck = if mps.goes_wrong(12) { mps.dice.pick(&names).cloned() } else { None };
-            // If the link of a GPU's first slice can't be changed, the parent directory can't be listed either.
+            // One random choice decides about two troubles: if the link of a GPU's first slice can't be changed, the parent
+            // directory can't be listed either.
             is_hidden = stuck.as_ref().is_some_and(|name| name.ends_with("-0"));
             if mps.goes_wrong(20)
                 && let Some(name) = mps.dice.pick(&names)

@@ -85,8 +85,8 @@ impl Published {
     /// service reads its files below another directory than `sysroot`.
     pub fn config(&self, sysroot: &Path) -> Option<PathBuf> {
         let arguments = Arguments::try_parse_from(proc::arguments(self.pid?)).ok()?;
-        // A relative path starts in the service's working directory, which only root may read. So a relative path is not
-        // returned.
+        // A relative path starts in the service's working directory. Only root may read the link /proc/PID/cwd to this
+        // directory. So a relative path is not returned.
         arguments.config.filter(|file| file.is_absolute() && arguments.sysroot == sysroot)
     }
 

@@ -48,7 +48,7 @@ pub enum Effect {
         /// The number of clients of the present control daemon. None (null in JSON) if the number is unknown.
         clients: Option<usize>,
         reason: String,
-        /// True if the service takes no new clients while the change waits.
+        /// True if new clients find no control daemon while the change waits.
         out_meanwhile: bool,
     },
     /// The change takes effect at once, and ends the GPU work of all clients.
@@ -194,7 +194,8 @@ impl Comparison<'_> {
                 continue;
             };
             // A control daemon that is about to end is published without GPUs. If the planned GPUs are already published with
-            // the planned pipe directory, the service starts the planned control daemon even without a reload.
+            // the planned pipe directory, the service starts the planned control daemon even without a reload. So this start is
+            // no change that the reload makes.
             if daemon.gpus.is_empty() && ordered(planned, published) {
                 continue;
             }
@@ -271,8 +272,8 @@ impl Comparison<'_> {
                 published.control_daemons.iter().find(|daemon| *daemon.id == *planned.id.to_string())?;
             Some((planned, daemon))
         });
-        // With a control daemon for each slice, several control daemons use a GPU in turns. So a control daemon for a slice
-        // need not wait until another control daemon for a slice has ended.
+        // With a control daemon for each slice, several control daemons use a GPU in turns. A control daemon for a slice starts
+        // beside the control daemons of other slices, and waits only for a control daemon that uses the GPU alone.
         let keeps = |holder: &Listed<rows::ControlDaemon>| {
             planned.is_none_or(|one| DaemonId::from(holder.id.as_str()).tenure().keeps_from(one.tenure()))
         };

@@ -34,8 +34,8 @@ pub struct Trouble {
     pub path: Option<DevicePath>,
 }
 
-/// True if the host belongs to the platform, and so has a host agent. A sign of the platform is its installed programs, or a
-/// key of the platform in the configuration files.
+/// True if the host belongs to Cloudpods, and so has a host agent. The signs are Cloudpods's installed programs, and keys in
+/// the configuration files that this service does not know, since most of these keys are the host agent's.
 pub(super) fn is_here(sysroot: &Path, unknown_keys: &[(Origin, String)]) -> bool {
     !unknown_keys.is_empty() || below(sysroot, Path::new(PROGRAMS)).exists()
 }

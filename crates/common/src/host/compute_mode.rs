@@ -16,9 +16,8 @@ pub enum ComputeMode {
 }
 
 impl ComputeMode {
-    /// The compute mode of a GPU while control daemons serve it. In `EXCLUSIVE_PROCESS` the server of a single control daemon
-    /// can open the GPU, and a program without MPS can't. The servers of several control daemons could not open the GPU either,
-    /// so they need `DEFAULT`.
+    /// The compute mode of a GPU while control daemons serve it. In `EXCLUSIVE_PROCESS` only one server can open the GPU, and a
+    /// program without MPS can't. Several control daemons on one GPU need `DEFAULT`, since each of them has its own server.
     pub fn while_served(tenure: Tenure) -> Self {
         match tenure {
             Tenure::Alone => Self::ExclusiveProcess,

@@ -19,7 +19,7 @@ pub struct Inventory {
     /// The NVIDIA GPUs that are on the bus or that NVML lists, in the order of their addresses.
     pub gpus: Vec<Gpu>,
     /// The display devices of other vendors. An administrator may name one of them in the device file by mistake, and the error
-    /// message about the entry then says so.
+    /// message about the entry then says that the device is not from NVIDIA.
     pub others: Vec<PciDevice>,
     /// The CPUs of this host. None if the host has more CPUs than [`Cpus`] has room for.
     pub cpus: Option<Cpus>,

@@ -6,7 +6,7 @@ use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use tokio::io::Interest;
 use tokio::io::unix::AsyncFd;
 
-/// A descriptor that is registered with tokio's poll, so that waiting needs no timer.
+/// A descriptor that tokio watches with epoll, so that no task has to check the descriptor again and again.
 #[derive(Debug)]
 pub struct Readable(AsyncFd<OwnedFd>);
 

@@ -43,7 +43,7 @@ pub enum Stopping {
     Stop,
     /// systemd starts the unit again at once, after `systemctl restart`, an upgrade, or a start that took too long.
     Restart,
-    /// This process is no service of systemd, so SIGTERM means that it should stop.
+    /// This process is no service of systemd, so SIGTERM counts as a stop and not as a restart.
     NotUnderSystemd,
     /// The text says why the reason is unknown: systemd did not answer, or has no job for the unit. Without a job, the cause of
     /// SIGTERM is `kill`, `systemctl kill`, or a limit such as `RuntimeMaxSec=`. Then the service leaves the control daemons

@@ -54,8 +54,8 @@ pub(super) struct GuestRecord {
     pub(super) devices: Vec<DeviceName>,
 }
 
-/// The host agent's records of all guests, for one pass over the processes. The records are read when the first container is
-/// asked about.
+/// The host agent's records of all guests, for one pass over the processes. No record is read before the first call of
+/// `record_of`, so a pass over processes without containers reads no record.
 #[derive(Debug)]
 pub(super) struct GuestRecords {
     directory: PathBuf,

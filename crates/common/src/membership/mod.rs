@@ -131,6 +131,8 @@ impl Slices {
 pub struct SliceMounts {
     /// The pipe directories, in a form that is the same in every mount namespace.
     pipes: Vec<Place>,
+    /// False if a pipe directory exists, but its place could not be found.
+    pipes_are_found: bool,
     pipe_directories: Arc<BTreeSet<PathBuf>>,
     own: Vec<Place>,
     /// The mount namespaces of the service and of the host's first process. A process in either of them runs on the host.
@@ -170,8 +172,11 @@ impl SliceMounts {
     /// A pipe directory that does not exist is skipped, since it has no slices.
     pub fn find(slices: &Slices) -> Self {
         let namespaces = [proc::mount_namespace(proc::OWN), proc::mount_namespace(proc::FIRST)];
+        let pipes = Place::find_all(&*slices.pipe_directories);
         Self {
-            pipes: Place::find_all(&*slices.pipe_directories),
+            pipes_are_found: pipes.len()
+                == slices.pipe_directories.iter().filter(|path| path.try_exists().unwrap_or(true)).count(),
+            pipes,
             pipe_directories: Arc::clone(&slices.pipe_directories),
             own: Place::find_all(&slices.own_directories),
             host: namespaces.into_iter().flatten().collect(),
@@ -216,8 +221,9 @@ impl SliceMounts {
     }
 
     /// Finds the slices in the mounts of a process. A program that calls chroot sees fewer mounts than its container, so the
-    /// mounts of its ancestors count too. For a sandbox in a container, even slices of ancestors in other mount namespaces
-    /// count, although the sandbox can't reach the directories of these slices. Fails if the process has ended.
+    /// mounts of its ancestors count too. A sandbox in a container still belongs to the container. So the slices of its
+    /// ancestors in other mount namespaces count too, although the sandbox can't reach the directories of these slices. Fails
+    /// if the process has ended.
     fn see(&self, pid: u32) -> io::Result<ProcessSight> {
         let (mut believed, mut all) = (false, Sight::default());
         let (mut own_namespace, mut last) = (None, None);
@@ -246,9 +252,9 @@ impl SliceMounts {
         // A process in a container reaches only the socket `control`, which clients use. If a control daemon's own directory or
         // an ancestor of it is mounted in the container, the process also reaches the privileged socket.
         let as_root = if last.is_none() || all.own { MayCommand::All } else { MayCommand::Neighbours };
-        // Trusted mounts without a slice's directory and without a pipe directory prove that the process has no mounted slice:
-        // the process can't reach a pipe directory, whatever its environment says.
-        let known = !all.slices.is_empty() || (believed && !all.pipe);
+        // If all pipe directories are found, trusted mounts without a slice's directory and without a pipe directory prove that
+        // the process has no mounted slice: the process can't reach a pipe directory, whatever its environment says.
+        let known = !all.slices.is_empty() || (believed && !all.pipe && self.pipes_are_found);
         let bound = self.binding_of(pid).map(bound);
         let slices: Vec<SliceId> = all.slices.into_iter().collect();
         let asks_records = Evidence::asks_records(bound.as_ref(), &slices);

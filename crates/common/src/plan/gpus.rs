@@ -125,8 +125,8 @@ fn inseparable(
     Some(NamedProblem::new(INSEPARABLE, found, remedy))
 }
 
-/// Adds a warning for each entry of another type that names a GPU which is served. A program that gets the GPU through the
-/// entry can't use it, since the compute mode for MPS admits only the MPS server.
+/// Adds a warning for each entry of another type that names a GPU which is served. In the compute mode `EXCLUSIVE_PROCESS` only
+/// the MPS server can open the GPU, so a program that gets the GPU through that entry fails.
 pub(super) fn warn_of_other_claims(gpus: &mut [GpuPlan], settings: &Settings, inventory: &Inventory) {
     let claims = |entry: &&DeviceEntry, address| paths::claimed_by(entry, inventory) == Some(address);
     let (ours, others): (Vec<_>, Vec<_>) = settings.devices.iter().partition(|entry| entry.mps.is_some());

@@ -48,7 +48,8 @@ pub(super) fn max_clients(places: u32, slices: NonZeroU32) -> u32 {
     (places / slices.get()).max(1)
 }
 
-/// The number of slices that share a control daemon on the GPU, and so share its clients and its threads.
+/// The number of slices that share a control daemon on the GPU. These slices divide the clients that the control daemon can
+/// have, and the GPU's threads.
 pub(super) fn sharing(isolation: Isolation, slices: NonZeroU32) -> NonZeroU32 {
     match isolation {
         Isolation::Gpu => slices,
@@ -58,7 +59,8 @@ pub(super) fn sharing(isolation: Isolation, slices: NonZeroU32) -> NonZeroU32 {
 
 /// The least and the most memory, in MiB, that the CUDA context of a process needs with this percentage of the threads. A
 /// context needs a fixed amount and an amount for each multiprocessor. Measured with driver 580: 147 MiB with 25 % on an H100,
-/// 514 MiB with 100 % on an H200. The least is for a GPU with 27 multiprocessors, and the most includes some reserve.
+/// 514 MiB with 100 % on an H200. The least is the need on a small GPU, with 27 multiprocessors. The most includes some
+/// reserve.
 pub fn context_mib(thread_percentage: u8) -> RangeInclusive<u64> {
     const FIXED: u64 = 32;
     let percent = u64::from(thread_percentage);

@@ -275,7 +275,7 @@ mod tests {
         }
     }
 
-    /// The platform itself writes a GPU's address without the domain.
+    /// Cloudpods itself writes a GPU's address without the domain.
     #[test]
     fn an_address_without_a_domain_finds_the_only_gpu_in_any_domain() {
         let one = gpu("0001:1a:00.0", 128, "GPU-1", 122_880, (9, 0));

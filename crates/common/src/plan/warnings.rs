@@ -77,8 +77,8 @@ pub(super) fn not_enforced((major, minor): (u32, u32)) -> NamedProblem {
     )
 }
 
-/// The warning that an entry of another type than `NVIDIA_MPS` names a GPU that is served. A program that gets the GPU through
-/// that entry can't use it, since the compute mode for MPS admits only the MPS server.
+/// The warning that an entry of another type than `NVIDIA_MPS` names a GPU that is served. In the compute mode
+/// `EXCLUSIVE_PROCESS` only the MPS server can open the GPU, so a program that gets the GPU through that entry fails.
 pub(super) fn given_out_twice(ours: &DeviceEntry, other: &DeviceEntry) -> NamedProblem {
     let (ours, origin, device_type) = (&ours.origin, &other.origin, &other.device_type);
     NamedProblem::new(

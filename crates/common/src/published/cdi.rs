@@ -14,7 +14,7 @@ use crate::published::container::{ChosenSlice, Mount, container_config, gives_gp
 use crate::published::snapshot::{GpuView, Snapshot};
 use crate::whole_file;
 
-/// The name of the file with the CDI spec. By CDI's convention, it consists of the devices' vendor and class.
+/// The name of the file with the CDI spec. By CDI's convention, the name consists of the devices' vendor and class.
 pub const FILE: &str = "yunion.io-mps.json";
 
 /// The vendor and the class of this service's CDI devices. In a container runtime a device is called `yunion.io/mps=NAME`.

@@ -96,9 +96,9 @@ pub struct GpuView {
 
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct BoundSlice {
-    /// The names of the first owners, for a person, and the number of further owners.
+    /// The names of the first bindings to the slice, for a person, and the number of further bindings.
     pub by: String,
-    /// The paths of the first owners' control groups.
+    /// The paths of the control groups of the first bindings.
     pub groups: Vec<String>,
 }
 

@@ -108,7 +108,7 @@ fn target<D: Clone + PartialEq>(
     }
 }
 
-/// Returns whether the pipe directory should have a link to the control daemon, since at least one slice takes clients.
+/// Returns whether the pipe directory should have a link to the control daemon. It needs a link if a slice takes clients.
 fn pipe_leads<D>(wanted: Option<&WantedLinks<D>>, closed: &impl ClosedSlices) -> bool {
     match wanted {
         Some(wanted) => {
@@ -434,7 +434,8 @@ impl<D: Clone + PartialEq> Links<D> {
         [self.socket, self.waiting_socket].into_iter().flatten()
     }
 
-    /// The names of the slices' directories that may have a link to the control daemon, apart from old links.
+    /// The names of the slices' directories in the order, and of the slices' directories that had a link to the control daemon
+    /// at the last pass. If `searches` is true, other directories may have a link to the control daemon too.
     fn names(&self) -> BTreeSet<String> {
         let mut names = self.names_of_order();
         names.extend(self.lead.iter().filter_map(|way| match way {

@@ -36,26 +36,27 @@ pub struct GuestContainer {
     pub project: String,
 }
 
-/// A container in the host agent's records that the service has not yet bound to a slice on each of its GPUs.
+/// A container in the host agent's records. On at least one GPU, the service has not bound the container to a slice yet.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct RecordedContainer {
     /// The path of the container's control group.
     pub group: String,
     pub label: String,
-    /// The devices of the container in the host agent's records: slices, or a GPU where the records do not name the slice.
+    /// The container's devices, from the host agent's records: slices, or a GPU where the records do not name the slice.
+    /// The list omits the devices on GPUs on which the container is already bound to a slice.
     pub devices: Vec<DeviceName>,
 }
 
 impl RecordedContainer {
     /// The container's device on this GPU: a slice, or the GPU itself if the host agent's records do not name the slice. None
-    /// if the container has no device on the GPU.
+    /// if `devices` has no device of the GPU.
     pub fn device_on(&self, gpu: GpuId) -> Option<DeviceName> {
         let of_gpu = || self.devices.iter().copied().filter(|device| device.gpu() == gpu);
         of_gpu().find(|device| matches!(device, DeviceName::Slice(_))).or_else(|| of_gpu().next())
     }
 }
 
-/// The commands that a control daemon accepts from a client. On D-Bus, the word is the variant's name in lower case.
+/// The commands that a control daemon accepts from a client. On D-Bus, a variant is published as its name in lower case.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum MayCommand {
     /// The control daemon accepts every command. The client can change the limits of all clients and end the control daemon.
@@ -86,7 +87,7 @@ impl FromStr for MayCommand {
 }
 
 /// A client, or a program that uses a GPU without MPS. The `Display` text names the process and its owner. The text omits the
-/// command, since a tenant chooses it and could imitate another client.
+/// name of the program (`command`), since a tenant chooses this name and could imitate the text of another client.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct KnownClient {
     pub process: ProcessId,

@@ -12,7 +12,7 @@ use core::str::FromStr;
 
 use crate::terms::{DeviceName, GpuId, SliceId};
 
-/// The source from which the service knows the slices of a process. On D-Bus, the word is the variant's name in lower case.
+/// The source from which the service knows the slices of a process. On D-Bus, a variant is published as its name in lower case.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum KnownBy {
     /// The binding of the process's control group, or of an ancestor of the control group.
@@ -107,7 +107,8 @@ pub struct Evidence {
     /// binding. None without a binding.
     pub bound: Option<Membership>,
     /// The slices with directories that are mounted in the process's container. The list may be empty. None if the mounts prove
-    /// nothing, since the process runs on the host or sees a whole pipe directory.
+    /// nothing: the process runs on the host, its mounts can't be trusted, or it sees a pipe directory without a slice's
+    /// directory.
     pub mounted: Option<Vec<SliceId>>,
     pub recorded: Vec<DeviceName>,
 }

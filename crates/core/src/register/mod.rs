@@ -103,8 +103,9 @@ pub struct Register {
 impl Register {
     /// Records that the log reports a new client of a control daemon. `running` is the process that has the PID now, or None if
     /// the new client has already ended. If the new client has ended, an older client with this PID is removed from the
-    /// register, since the new client is another process. The older client stays if it still has work. It also stays if the
-    /// log has not named it yet: it may then be the new client, which the service has examined before reading the log's line.
+    /// register, since the new client is another process. There are two exceptions. If the older client still has work, the
+    /// log's line is about another connection of this client. If the log has not named the older client yet, it may be the new
+    /// client, which the service has examined before reading the log's line.
     pub fn came(&mut self, daemon: &DaemonId, pid: u32, running: Option<ProcessId>, now: CoreTime) {
         let served = self.served.entry(daemon.clone()).or_default();
         if served.len() >= MOST {

@@ -24,10 +24,10 @@ pub(super) enum Blocker {
     PlaceTaken(u32),
     /// The pipe directory was removed or replaced. The blocker is cleared when the control daemon can be reached.
     DirectoryGone(String),
-    /// The control daemon has not answered `looks` checks in a row, so the service ends it once it has no clients. An answer
-    /// clears the blocker.
+    /// The control daemon has not answered `looks` checks in a row, at least `MISSES`, so the service ends it once it has no
+    /// clients. An answer clears the blocker.
     Hung { looks: u32, error: String },
-    /// The control daemon has not answered `looks` checks in a row. An answer clears the blocker.
+    /// The control daemon has not answered `looks` checks in a row, fewer than `MISSES`. An answer clears the blocker.
     Silent { looks: u32, error: String },
     /// Some users can't reach the control daemon's socket. The blocker is cleared when clients of every user can reach it.
     BadDirectory(String),

@@ -160,7 +160,10 @@ impl<S: Shell> Serving<'_, S> {
             Err(silence @ Failure::Silent(_)) => return Err(silence),
             Err(_) => return Ok(()),
         };
-        self.list_is(&clients);
+        if !self.list_is(&clients) {
+            self.run.capacity.due = Some(self.shell.now() + PERIOD);
+            return Ok(());
+        }
         for (gpu, is_full) in self.run.capacity.count(&self.wanted.gpus, &clients, self.shell.now()) {
             let name = gpu.name();
             let text = if is_full {

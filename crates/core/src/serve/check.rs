@@ -109,8 +109,9 @@ impl<S: Shell> Serving<'_, S> {
                 return;
             };
             let listed: BTreeSet<u32> = all.values().flatten().copied().collect();
-            // The control daemon's list lacks a client that NVML lists. After a fatal GPU error the list is not reliable, so it
-            // is not used.
+            // If the control daemon's list lacks a client that NVML lists, a fatal GPU error may have made the list incomplete.
+            // The clients that are missing from the list would be taken for bypasses, so the list is not used after such an
+            // error.
             if !clients.is_subset(&listed) && self.is_any_server_faulted().await {
                 return;
             }
@@ -141,9 +142,10 @@ impl<S: Shell> Serving<'_, S> {
 
     /// Records the clients that the control daemon lists. The list is ignored if another control daemon has taken the
     /// directory, since it lists its own clients. The list is also ignored after a fatal GPU error, since it may be incomplete.
-    pub(super) fn list_is(&mut self, clients: &[Client]) {
+    /// Returns false if the list is ignored.
+    pub(super) fn list_is(&mut self, clients: &[Client]) -> bool {
         if !self.listens_in_place() || self.run.blockers.has(ClearedBy::Healing) {
-            return;
+            return false;
         }
         let mut listed: BTreeMap<u32, BTreeSet<GpuUuid>> = BTreeMap::new();
         for client in clients {
@@ -151,6 +153,7 @@ impl<S: Shell> Serving<'_, S> {
             listed.entry(client.pid).or_default().extend(gpus);
         }
         self.shell.carry_out(RunEffect::ClientsAre(listed));
+        true
     }
 
     /// Updates the state file, with which the next process of the service takes the control daemon over. If the order needs

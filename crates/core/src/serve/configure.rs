@@ -9,7 +9,7 @@ use super::Serving;
 use super::blocker::{Blocker, ClearedBy};
 use super::limits::{LIMITS_TIMEOUT, TAKES_LIMITS};
 use super::news::News;
-use super::servers::{SERVER_PAUSE, SERVER_TIMEOUT};
+use super::servers::{SERVER_PAUSE, SERVER_TIMEOUT, Server};
 use super::shell::{Failure, Shell};
 use crate::mps::Limits;
 
@@ -52,8 +52,8 @@ impl<S: Shell> Serving<'_, S> {
         }
         self.let_users_in();
         if self.wanted.retiring {
-            // A retiring control daemon has the same limits until it ends, so that a new client gets the same limits as the
-            // present clients.
+            // A retiring control daemon keeps its limits until it ends, so that a client that still reaches the control daemon
+            // gets the same limits as the present clients.
             self.show_state();
             return Ok(());
         }
@@ -140,7 +140,9 @@ impl<S: Shell> Serving<'_, S> {
             // server. The service therefore asks the control daemon for the state of the servers too.
             let asked = if ready.is_empty() { there } else { ready };
             let look = self.shell.inspect(&asked, None).await?;
-            if let Some(server) = look.with(&TAKES_LIMITS).last() {
+            // An old driver lists a server without a status until the control daemon notices the server's end.
+            let is_running = |server: &u32| self.run.servers.get(*server).is_none_or(Server::is_running);
+            if let Some(server) = look.with(&TAKES_LIMITS).filter(is_running).last() {
                 // While the log can't be written, no line reports the end of a server. Servers that the control daemon does not
                 // list are therefore forgotten.
                 self.run.servers.keep(&look.servers);
@@ -149,8 +151,14 @@ impl<S: Shell> Serving<'_, S> {
             there = look.servers;
             let servers = &self.run.servers;
             if servers.alive().is_empty()
-                && let Some((server, status)) = servers.last_exit()
+                && let Some((server, ended)) = servers.last_ended()
+                && let Some(status) = ended.exit_status
+                && there.iter().all(|server| !is_running(server))
             {
+                // The control daemon has noticed the end of the previous server only now, and has started no server.
+                if ended.has_ended || ended.ready {
+                    return Err(Failure::Failed(self.how_the_server_ended()));
+                }
                 if let Some(text) = self.shell.not_ready_yet() {
                     return Err(Failure::NotYet(text));
                 }
@@ -160,6 +168,8 @@ impl<S: Shell> Serving<'_, S> {
                 )));
             }
             if self.shell.now() >= deadline {
+                // The control daemon may still list a server that was wrongly taken for ended.
+                self.run.servers.keep_running();
                 return Err(self.no_server_is_ready());
             }
         };

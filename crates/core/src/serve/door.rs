@@ -42,7 +42,7 @@ impl<S: Shell> Serving<'_, S> {
     /// Closes the door, and waits until programs that have just connected appear as clients.
     ///
     /// # Errors
-    /// The door stays open: it can't be closed, or a client has come.
+    /// The door stays open: it can't be closed, or a client has connected or ended meanwhile.
     pub(super) async fn close_door(&mut self) -> Result<(), String> {
         let begun = self.shell.now();
         if let Err(why) = self.shell.keep_waiting()

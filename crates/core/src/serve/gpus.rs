@@ -50,7 +50,7 @@ pub trait GpuShell: Send {
 
     fn tell(&mut self, news: News, text: String);
 
-    /// The service has taken a step of a start or of a reload. Tests kill the service at each step.
+    /// Reports that the service has taken this step of a start or of a reload. Tests can then kill the service at this step.
     fn passed(&self, step: &'static str, text: &str);
 }
 

@@ -11,6 +11,7 @@ use super::Serving;
 use super::blocker::{Blocker, ClearedBy};
 use super::effect::RunEffect;
 use super::fault::{AfterGrace, FAULT_PAUSE, Fault, HealStep, after_grace, is_over, next_look, next_step};
+use super::limits::TAKES_LIMITS;
 use super::news::News;
 use super::shell::{Failure, Shell};
 use crate::mps::ServerStatus;
@@ -137,11 +138,13 @@ impl<S: Shell> Serving<'_, S> {
             let limits = self.limits();
             self.set_live(server, &limits).await?;
         }
+        // The server may have ended, or may have met another error, while it got its limits. The fault then stays, and the
+        // service asks for the server's status again.
+        let status = self.server_status(server).await?;
         self.read_on().await;
-        // If the log has reported another error meanwhile, the fault stays, and the service asks for the server's status again.
         let present = self.run.blockers.fault();
         let is_same = present.zip(known.as_ref()).is_some_and(|(present, known)| present.is_same(known));
-        if is_same && !self.place_is_taken() {
+        if is_same && TAKES_LIMITS.contains(&status) && !self.place_is_taken() {
             self.fault_is_over();
             self.shell.tell(News::Event, format!("server {server} has recovered"));
         }
@@ -230,8 +233,8 @@ impl<S: Shell> Serving<'_, S> {
         if !is_same || self.server_status(server).await? != ServerStatus::Fault {
             return Ok(false);
         }
-        // The service may have closed the door while the control daemon could not be reached, even if a link could not be
-        // changed. The control daemon answers now, so new programs could reach the server through this link. The service
+        // While the control daemon can't be reached, the service closes the door even if a link still points to the control
+        // daemon. The control daemon answers now, so new programs could reach the server through this link. The service
         // therefore tries again to make all links point to the waiting socket.
         if self.shell.keep_waiting().is_err() {
             return Ok(false);
@@ -262,9 +265,9 @@ impl<S: Shell> Serving<'_, S> {
     }
 
     /// Adds the clients that NVML lists, since the control daemon may list no client after a fatal GPU error. Returns NVML's
-    /// error if a client that was not hit may be missing. An error about a GPU that was hit hides no such client while the
-    /// control daemon lists clients: the server has not recovered, so it takes no new client, and all its clients on this GPU
-    /// were hit.
+    /// error if a client that was not hit may be missing. While the control daemon lists clients, an error about a GPU that was
+    /// hit does not count: all clients of the server on this GPU were hit, and the server takes no new client until it has
+    /// recovered.
     async fn add_clients_of_nvml(
         &mut self,
         named: &BTreeSet<u32>,
@@ -284,7 +287,8 @@ impl<S: Shell> Serving<'_, S> {
 
     /// Watches the server, so that the service notices its end even if the log does not report it.
     pub(super) fn watch_server(&mut self, server: u32) {
-        if self.run.watched_servers.insert(server) {
+        let has_ended = self.run.servers.get(server).is_some_and(|server| !server.is_running());
+        if !has_ended && self.run.watched_servers.insert(server) {
             self.shell.carry_out(RunEffect::WatchServer(server));
         }
     }
@@ -307,13 +311,9 @@ impl<S: Shell> Serving<'_, S> {
         if self.fault().is_some_and(|fault| fault.server == server) {
             self.fault_is_over();
         }
-        let was_alive = self.run.servers.alive().contains(&server);
-        self.run.servers.forget(server);
+        self.run.servers.has_ended(server);
+        self.run.watched_servers.remove(&server);
         self.run.capacity.some_left(&self.wanted.gpus, self.shell.now());
-        // If the server is not in `watched_servers`, the service has already read its end in the log and recorded it.
-        if self.run.watched_servers.remove(&server) && was_alive {
-            self.run.last_gone = Some(server);
-        }
     }
 
     pub(super) async fn server_gone(&mut self, server: u32) {
@@ -339,9 +339,9 @@ impl<S: Shell> Serving<'_, S> {
         if !is_wanted || !is_missed || run.blockers.fault().is_some() || run.blockers.is_unreached() {
             return false;
         }
-        let (now, exit) = (self.shell.now(), run.servers.last_exit());
+        let (now, ended) = (self.shell.now(), run.servers.last_ended());
         let has_served =
-            run.last_gone.is_some() || exit.is_some_and(|(server, _)| run.watched_servers.contains(&server));
+            ended.is_some_and(|(pid, server)| server.has_ended || run.watched_servers.contains(&pid));
         if has_served && now.saturating_sub(run.revival.last_success) >= HEALTHY_AGAIN {
             run.revival.pause = Duration::ZERO;
         }
@@ -351,15 +351,13 @@ impl<S: Shell> Serving<'_, S> {
         true
     }
 
-    /// The end of the last server, in words. Each end is used once, since it is no reason for the end of a later server.
-    pub(super) fn how_the_server_ended(&mut self) -> String {
+    /// The end of the last server, in words.
+    pub(super) fn how_the_server_ended(&self) -> String {
         let words = self.shell.words();
-        match (self.run.last_gone.take(), self.run.servers.last_exit()) {
-            (Some(server), _) => format!("server {server} has ended{words}"),
-            // Either the log reported the end of the server before the service saw its process end, or the server ended before
-            // the service watched its process.
-            (None, Some((server, status))) => format!("server {server} exited with status {status}{words}"),
-            (None, None) => format!("the server has ended{words}"),
+        match self.run.servers.last_ended().map(|(pid, server)| (pid, server.exit_status)) {
+            Some((pid, Some(status))) => format!("server {pid} exited with status {status}{words}"),
+            Some((pid, None)) => format!("server {pid} has ended{words}"),
+            None => format!("the server has ended{words}"),
         }
     }
 

@@ -110,8 +110,6 @@ pub struct Known {
     servers: Servers,
     /// The shell reports the end of these servers as an [`Occurrence`].
     watched_servers: BTreeSet<u32>,
-    /// The watched server that has ended last, if the log has not reported its end.
-    last_gone: Option<u32>,
     check_at: CoreTime,
     /// The time of the next count of the clients, if the control daemon should end.
     count_at: CoreTime,
@@ -144,7 +142,6 @@ impl Known {
             multiuser,
             servers: Servers::default(),
             watched_servers: BTreeSet::new(),
-            last_gone: None,
             check_at: now,
             count_at: now,
             bypasses_at: None,
@@ -191,7 +188,7 @@ impl Known {
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Ended {
-    /// The control daemon runs, and must get its order again.
+    /// The control daemon answers again. It may have missed commands while it did not answer, so it must get its order again.
     Again,
     Stopped,
 }

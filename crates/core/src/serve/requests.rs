@@ -56,24 +56,26 @@ impl<S: Shell> Serving<'_, S> {
     /// Replaces the servers while new programs wait. Otherwise a server that was asked to end could still get a client. The
     /// server would stay for this client, and refuse all other clients.
     async fn restart_servers(&mut self) -> Result<(), String> {
-        let clients = self.in_use().await?;
-        if clients == 0 {
-            self.close_door().await?;
-        }
+        self.may_end_servers().await?;
+        self.close_door().await?;
         let done = self.restart_idle_servers().await;
         self.open_door();
         done
     }
 
-    async fn restart_idle_servers(&mut self) -> Result<(), String> {
+    async fn may_end_servers(&mut self) -> Result<Permit, String> {
         let clients = self.in_use().await?;
-        let Some(may_end) = Permit::unused(Some(clients)) else {
-            return Err(format!(
+        Permit::unused(Some(clients)).ok_or_else(|| {
+            format!(
                 "the server can't be replaced while the control daemon has {}; yunion-mpsctl clients lists \
                  the clients",
                 clients_counted(clients)
-            ));
-        };
+            )
+        })
+    }
+
+    async fn restart_idle_servers(&mut self) -> Result<(), String> {
+        let may_end = self.may_end_servers().await?;
         let servers = self.shell.inspect(&[], None).await.map_err(Failure::into_text)?.servers;
         for server in servers.iter().copied() {
             if !self.shell.is_awaited() {

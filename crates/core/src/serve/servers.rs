@@ -21,6 +21,9 @@ pub(super) struct Server {
     /// The number of the server in the order in which servers started.
     number: u64,
     pub(super) ready: bool,
+    /// True if the service has seen the process end. The control daemon lists the server and logs its end until it notices the
+    /// end too.
+    pub(super) has_ended: bool,
     pub(super) exit_status: Option<i32>,
     /// The user for whom the control daemon has started the server. None if the log has not reported the user.
     uid: Option<u32>,
@@ -45,7 +48,7 @@ impl Servers {
 
     /// The server with this PID, unless it has ended.
     pub(super) fn running(&self, pid: u32) -> Option<&Server> {
-        self.get(pid).filter(|server| server.exit_status.is_none())
+        self.get(pid).filter(|server| server.is_running())
     }
 
     fn entry(&mut self, pid: u32) -> &mut Server {
@@ -65,7 +68,7 @@ impl Servers {
     /// The PIDs of the servers that have not ended, the newest last.
     pub(super) fn alive(&self) -> Vec<u32> {
         let servers = self.in_order().into_iter();
-        servers.filter(|(_, server)| server.exit_status.is_none()).map(|(pid, _)| pid).collect()
+        servers.filter(|(_, server)| server.is_running()).map(|(pid, _)| pid).collect()
     }
 
     pub(super) fn ready(&self) -> Vec<u32> {
@@ -74,12 +77,13 @@ impl Servers {
 
     /// The user for whom the newest running server was started. None if the log has not reported the user.
     pub(super) fn user_served(&self) -> Option<u32> {
-        let alive = self.in_order().into_iter().rev().find(|(_, server)| server.exit_status.is_none());
+        let alive = self.in_order().into_iter().rev().find(|(_, server)| server.is_running());
         alive.and_then(|(_, server)| server.uid)
     }
 
-    pub(super) fn last_exit(&self) -> Option<(u32, i32)> {
-        self.in_order().into_iter().rev().find_map(|(pid, server)| Some((pid, server.exit_status?)))
+    /// The newest of the servers that have ended.
+    pub(super) fn last_ended(&self) -> Option<(u32, &Server)> {
+        self.in_order().into_iter().rev().find(|(_, server)| !server.is_running())
     }
 
     /// Forgets all servers that are not in `alive`, and adds the servers in `alive` that are not known yet.
@@ -90,12 +94,23 @@ impl Servers {
         }
     }
 
+    /// Forgets the servers whose end is in the log. The other ended servers stay, since the log will report their ends.
     pub(super) fn forget_ended(&mut self) {
         self.known.retain(|_, server| server.exit_status.is_none());
     }
 
-    pub(super) fn forget(&mut self, pid: u32) {
+    pub(super) fn keep_running(&mut self) {
+        self.known.retain(|_, server| server.is_running());
+    }
+
+    fn forget(&mut self, pid: u32) {
         self.known.remove(&pid);
+    }
+
+    pub(super) fn has_ended(&mut self, pid: u32) {
+        if let Some(server) = self.known.get_mut(&pid) {
+            server.has_ended = true;
+        }
     }
 
     /// Forgets the limits that a server has written to the log, since the service is about to set other limits.
@@ -136,6 +151,10 @@ impl Servers {
 }
 
 impl Server {
+    pub(super) fn is_running(&self) -> bool {
+        !self.has_ended && self.exit_status.is_none()
+    }
+
     /// Returns whether the log has a value for each of these limits. The logged values may differ from `limits`.
     pub(super) fn has_written(&self, limits: &Limits) -> bool {
         self.thread_tenths.is_some() && limits.enforced.iter().all(|gpu| self.memory_bytes.contains_key(gpu))
@@ -206,7 +225,7 @@ mod tests {
             ServerExited { server: 310, status: 0 },
         ]);
         assert_eq!(servers.alive(), [300]);
-        assert_eq!(servers.last_exit(), Some((310, 0)));
+        assert_eq!(servers.last_ended().map(|(pid, server)| (pid, server.exit_status)), Some((310, Some(0))));
     }
 
     #[test]
@@ -224,6 +243,6 @@ mod tests {
         let servers = servers(&[ServerReady(9), ServerExited { server: 9, status: 1 }, ServerReady(12)]);
         assert_eq!(servers.alive(), [12]);
         assert_eq!(servers.user_served(), None, "it was not seen to start");
-        assert_eq!(servers.last_exit(), Some((9, 1)));
+        assert_eq!(servers.last_ended().map(|(pid, server)| (pid, server.exit_status)), Some((9, Some(1))));
     }
 }

@@ -190,8 +190,8 @@ pub trait Shell: GpuShell {
     fn end_by_signal(&mut self, may_end: Permit) -> impl Future<Output = bool> + Send;
 
     /// The clients that NVML lists on the control daemon's GPUs. If several control daemons serve a GPU, NVML does not say to
-    /// which control daemon a client belongs. The result for this GPU then has only the clients in `ours`, and is an error if
-    /// the GPU has only other clients.
+    /// which control daemon a client belongs. The result for this GPU then has only the clients in `ours`, which certainly
+    /// belong to this control daemon. The result is an error if the GPU has only other clients.
     fn clients_on_gpus(&mut self, ours: &BTreeSet<u32>) -> impl Future<Output = ClientsOnGpus> + Send;
 
     /// The programs on the control daemon's GPUs that are neither servers nor clients, in words. Empty if there are no other

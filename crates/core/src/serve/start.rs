@@ -96,7 +96,7 @@ pub struct WantedUsers {
 /// Starts a control daemon for the order. Returns true if the control daemon serves several users at the same time.
 ///
 /// # Errors
-/// No control daemon listens.
+/// The control daemon has not started, or does not listen.
 pub async fn start(
     shell: &mut impl Starter,
     reach: &mut GpuReach,

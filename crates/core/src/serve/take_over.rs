@@ -20,7 +20,7 @@ impl<S: Shell> Serving<'_, S> {
         };
         let (pid, is_heard) = (self.shell.pid(), answers.is_ok());
         match answers {
-            Ok(()) if self.shell.listener() == Some(pid) => {}
+            Ok(()) if self.shell.listener().is_none_or(|listener| listener == pid) => {}
             Ok(()) => {
                 return Err(Failure::Waiting(format!(
                     "another control daemon listens in the directory of the control daemon with PID {pid}"

@@ -29,7 +29,7 @@ pub(super) struct WaitingClients {
     pub(super) due: Option<CoreTime>,
 }
 
-#[derive(Debug)]
+#[derive(Debug, Clone, Copy)]
 struct WaitingClient {
     process: ProcessId,
     uid: u32,
@@ -49,7 +49,12 @@ impl WaitingClients {
     }
 
     fn add(&mut self, process: ProcessId, uid: u32, now: CoreTime) {
-        self.waiting.entry(process.pid).or_insert(WaitingClient { process, uid, since: now });
+        let new = WaitingClient { process, uid, since: now };
+        let known = self.waiting.entry(process.pid).or_insert(new);
+        // An ended client may have had the PID before.
+        if known.process != process {
+            *known = new;
+        }
         self.due.get_or_insert(now + PATIENCE);
     }
 
@@ -173,6 +178,16 @@ mod tests {
         assert_eq!(clients.due, None);
         assert_eq!(clients.take_untold(&[]), []);
         assert_eq!(clients.take_untold(&long), [(process(1, 10), 7)], "it waits once more");
+    }
+
+    #[test]
+    fn a_client_with_the_pid_of_an_ended_client_waits_for_itself() {
+        let mut clients = WaitingClients::default();
+        clients.add(process(1, 10), 7, NOW);
+        clients.add(process(1, 20), 8, NOW + SECOND);
+        let there = |pid| Some(process(pid, 20));
+        assert_eq!(clients.take_long_waiting(NOW + PATIENCE, there), []);
+        assert_eq!(clients.take_long_waiting(NOW + PATIENCE + SECOND, there), [(process(1, 20), 8)]);
     }
 
     #[test]

@@ -136,8 +136,8 @@ pub trait ClientShell: Send {
     fn go_on(&mut self, held: &Self::Held) -> impl Future<Output = Result<Self::GoingOn, String>> + Send;
 
     /// Ends the GPU work of one client of a server; the server's other clients go on. The control daemon waits until the
-    /// client's work has ended, and answers no other request meanwhile. A stopped client would not end, so `client` continues
-    /// the client each time that a signal stops it.
+    /// client's work has ended, and answers no other request meanwhile. The work of a stopped client would not end, so the
+    /// caller gives the value `client`, which continues the client each time that a signal stops it.
     fn terminate_client(
         &mut self,
         control: &Self::Control,

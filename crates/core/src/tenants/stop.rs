@@ -1,5 +1,5 @@
 //! A signal that a container runtime is about to send to a container. Clients that the signal may end lose their GPU work
-//! before the signal is sent.
+//! before the signal is sent. Otherwise the end of a client at work could cause a fatal GPU error for other clients.
 
 use alloc::string::String;
 
@@ -35,8 +35,9 @@ impl Stop {
                 let program = shell.reception(pid, self.signal).await?;
                 let is_first = self.to_all || pid == self.first;
                 let first = if is_first { program } else { shell.reception(self.first, self.signal).await? };
-                // Without `to_all`, only the first process gets the signal. The first process either passes the signal on, or
-                // ends, and then all other processes end too. None stands for a process that has ended.
+                // Without `to_all`, only the first process gets the signal. If the first process ignores the signal, no process
+                // ends. Otherwise the first process passes the signal on, or ends, and then all other processes end too. If
+                // `first` is None, the first process has ended.
                 Ok(program == Some(Reception::Fatal) && first != Some(Reception::Ignored))
             }
             _ => Ok(false),

@@ -27,8 +27,9 @@ pub enum Target {
 
 #[derive(Debug, PartialEq, Eq)]
 pub(super) enum Meant {
-    /// The request means the process. The map has the matching containers of the process, like
-    /// [`TerminationShell::containers`]. The beginning of an id may match several containers.
+    /// The request means the process. If the request names a container, the map has the process's containers with a matching
+    /// id, in the form of [`TerminationShell::containers`]. Several containers may match, since a request may have only the
+    /// beginning of an id. For other requests the map is empty.
     Yes(BTreeMap<String, bool>),
     No,
     /// The request names slices, and the slices of the process are not known.

@@ -136,8 +136,8 @@ fn a_refusal_is_not_believed_where_fewer_clients_are_left() {
     assert!(full(&story, "A").contains("48"));
     story.served(8000);
     assert_eq!(full(&story, "A"), "");
-    // Later another client is refused. The GPU is full with 2 clients, since it has only 2 places. So the service does not show
-    // the 48 places of the log line again.
+    // Later the log reports another refusal, again with 48 places. Now both places of the GPU are taken, so the service shows 2
+    // places, and not the 48 places of the log.
     come(&story, 8100, "A", &[2]);
     story.host().at(8100, |host| host.says(REFUSED));
     story.served(25_000);

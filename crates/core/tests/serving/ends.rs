@@ -278,6 +278,13 @@ fn the_server_is_restarted_if_it_has_no_clients() {
     let refused = vec![Err("the server can't be replaced while the control daemon has 1 client; \
                             yunion-mpsctl clients lists the clients"
         .to_owned())];
+    assert_eq!(asked(&mut story, Requested::RestartServer), (None, refused.clone()));
+    assert_eq!(story.calls("shut down"), 0);
+    // The client ends after the first count. Links still lead new programs to the control daemon then, so its server must not
+    // end.
+    let mut story = with_clients(&[1]);
+    story.host().during("client PIDs", |_| ());
+    story.host().during("client PIDs", |host| host.only_stay(&[]));
     assert_eq!(asked(&mut story, Requested::RestartServer), (None, refused));
     assert_eq!(story.calls("shut down"), 0);
 }

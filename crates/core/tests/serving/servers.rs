@@ -69,6 +69,8 @@ fn a_killed_server_has_a_successor_as_soon_as_its_end_is_noted() {
     });
     story.host().at(10_400, |host| host.server_ends(SERVER, 9));
     story.served(11_000);
+    assert!(story.has_told("server 200 exited with status 9"));
+    assert!(!story.has_told("before it was ready"), "server 200 has served");
     assert_eq!(
         (story.shown().as_str(), story.host().reader.shown.view.servers.as_slice()),
         ("Ready, serving", &[201][..])

@@ -18,7 +18,7 @@ struct HostStart {
     has_pipe: bool,
     stays: bool,
     has_no_program: bool,
-    /// The results of the next attempts to start the process, in order.
+    /// The results of the next attempts to start the control daemon's process, in order.
     come_up: Vec<Result<(), Failure>>,
     spawned: Vec<(Vec<GpuUuid>, bool)>,
     forgotten: usize,

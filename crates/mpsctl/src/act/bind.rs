@@ -182,7 +182,8 @@ fn is_away(error: &BusError) -> bool {
     }
 }
 
-/// Reads standard input to its end. A container runtime may treat a failed write of the container's state as an error.
+/// Reads and ignores the container's state on standard input. If this process ended before it has read the state, the container
+/// runtime could not write the state, and might treat the failed write as an error.
 fn ignore_input() {
     let _ = io::copy(&mut io::stdin().take(STATE), &mut io::sink());
 }

@@ -34,7 +34,8 @@ use common::bus::proxy::{BusError, DaemonProxy, GroupOf, SliceWish};
 use common::host::{control_groups, proc, systemd};
 use common::text::printable;
 
-/// After this time, a signal is passed on even if the GPU work has not ended. In a measurement, GPU work ended after 50 ms.
+/// After this time, a signal is passed on even if the GPU work has not ended. In a measurement, GPU work ended 50 ms after the
+/// request to end it.
 const RELEASE_TIMEOUT: Duration = Duration::from_secs(5);
 
 /// The most characters of the command's name in the label of a binding.
@@ -217,8 +218,9 @@ impl ProcessGroup {
         let _ = kill_process(self.0, signal);
     }
 
-    /// Stops the command and this process until this process is continued, as job control in a shell does. The command gets
-    /// SIGSTOP, since the kernel discards SIGTSTP in an orphaned process group, such as that of the command.
+    /// Stops the command and this process, as job control in a shell does. When the shell continues this process, this process
+    /// continues the command. The command gets SIGSTOP, since the kernel discards SIGTSTP in an orphaned process group, such as
+    /// that of the command.
     fn suspend(self) {
         self.send(Signal::STOP);
         let _ = kill_process(getpid(), Signal::STOP);
@@ -279,8 +281,8 @@ async fn terminate_clients(command: ProcessGroup) -> Result<(), BusError> {
     result
 }
 
-/// True if the process is `root`, a descendant of `root`, or in the session of `root`. After the parent of a process has
-/// ended, the process is no descendant any more, but is still in the session.
+/// True if the process with the PID `pid` is the process with the PID `root`, a descendant of that process, or in its session.
+/// After the parent of a process has ended, the process is no descendant any more, but is still in the session.
 fn descends(mut pid: u32, root: u32) -> bool {
     // This loop reads the parents one after the other, and parents may change meanwhile. So the chain of parents may be a ring,
     // and the loop ends after 1000 steps.

@@ -77,8 +77,8 @@ fn overridden(facts: &Facts) -> Outcome {
     })
 }
 
-/// Finds settings that are right for the service, but with which the platform's host agent or its containers fail. The host
-/// agent reads the same files, and may support fewer settings.
+/// Finds settings that are right for the service, but with which the host agent of Cloudpods, or a container of the host agent,
+/// fails. The host agent reads the same files, and may support fewer settings.
 fn agent(facts: &Facts) -> Outcome {
     each(&facts.loaded()?.agent, |it| [of_problem(Severity::Warning, it.name, &it.problem)])
 }

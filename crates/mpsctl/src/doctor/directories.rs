@@ -93,8 +93,8 @@ fn closed(facts: &Facts) -> Outcome {
     Ok(findings)
 }
 
-/// Finds control daemons with their own sockets outside a directory that only root can enter. A container that reaches these
-/// sockets and runs as root of the host can command the control daemon.
+/// Finds control daemons with sockets that are not in a directory that only root can enter. A container that reaches the
+/// sockets of a control daemon and runs as root of the host can command this control daemon.
 fn private(facts: &Facts) -> Outcome {
     let planned = facts.plan().map(|plan| plan.control_daemons.as_slice()).unwrap_or_default();
     each(&facts.published()?.control_daemons, |daemon| {
@@ -401,8 +401,8 @@ fn ageing(facts: &Facts) -> Outcome {
 
 /// Finds the tmpfiles.d line because of which systemd-tmpfiles removes old files in `directory`. The nearest line for the
 /// directory or for one of its ancestors decides. None if the nearest line has no age, or if a line of type x excludes the
-/// directory. Lines with patterns are ignored. If only a pattern excludes the directory, the check reports the directory, and
-/// the lines of the remedy, which have no pattern, end the report.
+/// directory. Lines with patterns are ignored. So the check also reports a directory that only a pattern excludes. After an
+/// administrator has added the lines of the remedy, which have no pattern, the check no longer reports this directory.
 fn aged_by<'l, F>(directory: &Path, lines: impl Iterator<Item = (&'l str, F)>) -> Option<(&'l str, F)> {
     let mut nearest: Option<(usize, bool, &str, F)> = None;
     for (line, file) in lines {

@@ -1,4 +1,4 @@
-//! Checks of the service: its name on the bus, its unit, and the program of the platform that the service replaces.
+//! Checks of the service: its name on the bus, its unit, and Cloudpods' own MPS daemon, which the service replaces.
 
 // All checks return the type `Outcome`, which is a `Result`. So even a check that never fails wraps its findings in `Ok`.
 #![allow(clippy::unnecessary_wraps)]
@@ -28,7 +28,7 @@ pub(super) const CHECKS: &[Check] = &[
 const POLICIES: [&str; 2] =
     ["/usr/share/dbus-1/system.d/io.yunion.Mps1.conf", "/etc/dbus-1/system.d/io.yunion.Mps1.conf"];
 
-/// The platform's own MPS daemon, which this service replaces.
+/// Cloudpods' own MPS daemon, which this service replaces.
 const UPSTREAM: &str = "/opt/yunion/bin/mps-daemon";
 
 fn bus(facts: &Facts) -> Outcome {
@@ -235,7 +235,7 @@ fn shadowed(facts: &Facts) -> Outcome {
     Ok(vec![warning("unit-shadowed", hidden, found, remedy)])
 }
 
-/// Finds the platform's own MPS daemon. Two programs that set compute modes and start control daemons undo each other's work.
+/// Finds Cloudpods' own MPS daemon. Two programs that set compute modes and start control daemons undo each other's work.
 fn upstream(facts: &Facts) -> Outcome {
     let installed = facts.file(UPSTREAM).exists().then(|| {
         let found = "Cloudpods' own MPS daemon is still installed, and would use the same GPUs";

@@ -317,7 +317,8 @@ mod tests {
     fn what_was_measured_is_what_is_promised() {
         assert_eq!(differences("it", QUARTER, MEASURED, 132), [""; 0]);
         assert_eq!(differences("it", QUARTER, ContextFacts { allocated: None, ..MEASURED }, 132), [""; 0]);
-        // The limit of a slice that is the whole GPU comes from NVML, which reports a little more memory than CUDA.
+        // If a slice is the whole GPU, its limit comes from NVML, which reports a little more memory than CUDA. Such a limit is
+        // not compared.
         let whole = ProbeLimits { thread_percentage: 100, memory: Some(143_771) };
         let seen = ContextFacts { sms: 132, memory_free: 142_629, allocated: Some(142_629), ..MEASURED };
         assert_eq!(differences("it", whole, seen, 132), [""; 0]);

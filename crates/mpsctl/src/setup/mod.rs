@@ -1,7 +1,7 @@
 //! `yunion-mpsctl setup`: writes a configuration with which the service serves the GPUs of a host.
 //!
-//! The share of a slice comes from the service's own plan. Setup checks the written files in the same way as
-//! `yunion-mps-daemon --check`. Setup changes no file that exists already.
+//! The shares that setup shows come from the plan that the service itself would make. Setup checks the written files in the
+//! same way as `yunion-mps-daemon --check`. Setup changes no file that exists already.
 
 mod ask;
 mod files;

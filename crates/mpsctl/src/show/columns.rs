@@ -308,8 +308,8 @@ fn confirmed(gpu: &Gpu) -> String {
     if known.is_empty() { "-".to_owned() } else { known.join(", ") }
 }
 
-/// The CPUs on which a control daemon may run, and the CPUs to which it should be bound if they differ. Empty if the control
-/// daemon is not bound, so that the table hides the column.
+/// The CPUs on which a control daemon may run, and the CPUs to which it should be bound if they differ. Empty if the CPUs are
+/// not known, and for a control daemon that may run on all CPUs and should not be bound. A table hides a column without values.
 fn cpus(daemon: &ControlDaemon) -> String {
     match (daemon.cpus.as_deref(), daemon.wanted_cpus.as_deref()) {
         (None, _) | (Some("all"), None) => String::new(),

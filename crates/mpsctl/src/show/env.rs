@@ -144,7 +144,8 @@ fn only_slice(devices: &str) -> Result<&str, String> {
     Ok(devices)
 }
 
-/// A Compose file with one service, which other services extend. Compose then accepts that the service has no image.
+/// A Compose file with one service, which other services extend. The service has no image: Compose needs an image only in the
+/// services that extend it.
 fn compose_file(answer: &ContainerConfig) -> Result<String> {
     let mut lines = vec![
         "services:".to_owned(),

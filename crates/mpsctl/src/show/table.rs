@@ -147,7 +147,7 @@ impl Table {
             let texts =
                 self.rows.iter().filter_map(|row| row.get(index)).filter(|(text, _)| !is_unknown(text));
             let longest = texts.map(|(text, _)| text.chars().count()).max();
-            // An empty column is hidden and needs no width. The last column is always shown.
+            // An empty column is hidden and needs no width. But the last column always counts, as in `fit`.
             let longest = longest.or((index == last).then_some(0))?;
             Some((*head, longest.max(head.name.chars().count())))
         };

@@ -273,8 +273,8 @@ fn props(context: &Context, start: Instant) -> u8 {
     0
 }
 
-/// Allocates GPU memory in steps of [`STEP_MIB`] until `mib` MiB are allocated or no further step fits, and prints the result.
-/// Returns the exit status.
+/// Allocates `mib` MiB of GPU memory, rounded up to whole steps of [`STEP_MIB`], or as many steps as fit. Prints the result,
+/// and returns the exit status.
 fn alloc(context: &Context, mib: u64) -> u8 {
     let free = context.devices.first().map_or(0, |device| device.free_mib);
     let wanted = mib.div_ceil(STEP_MIB).saturating_mul(STEP_MIB);

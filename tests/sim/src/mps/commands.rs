@@ -270,9 +270,9 @@ impl Daemon {
         let client: u32 = client.parse().unwrap_or_default();
         let Some(status) = server.ask(&Order::Query) else { return };
         if status.clients.iter().any(|known| known.pid == client) {
-            // A client has to take part in the end of its work. A client that has lost its work to a fault takes part only when
-            // its process ends. A stopped client takes part only when it runs again. Until then the control daemon handles no
-            // other command.
+            // A client has to take part in the end of its work. A client that has lost its work to a fault does not take part,
+            // so the control daemon waits until the client's process ends. A stopped client takes part only when it runs again.
+            // During the wait the control daemon handles no other command.
             let _nothing_else = self.nothing_else();
             while alive(client) && server.ask(&Order::Query).is_some_and(|status| status.fault) {
                 thread::sleep(Duration::from_millis(10));

@@ -6,7 +6,8 @@ use std::io::{self, BufRead, Write};
 use super::wire::{self, Hello};
 use crate::state::Host;
 
-/// Runs the front end. The returned exit status only says if a control daemon answered.
+/// Runs the front end, and returns the exit status. The exit status is 1 if no control daemon listens or the control daemon
+/// handles no more commands. A command that the control daemon refuses does not change the exit status.
 pub(super) fn run(host: &Host) -> u8 {
     if host.fault("front-end-hangs").is_some() {
         loop {

@@ -96,8 +96,8 @@ impl Driver {
         )
     }
 
-    /// The GPU with this index in NVML's list. Fails if NVML does not report the GPU's address. Then [`Driver::facts_at`] finds
-    /// the reason for each address that is on the bus.
+    /// The GPU with this index in NVML's list. Fails if NVML does not report the GPU's address. Then the caller asks
+    /// [`Driver::facts_at`] about each GPU on the bus that NVML did not list, and gets the reason by address.
     fn listed(&self, index: u32) -> Result<Gpu, Problem> {
         let device = self.nvml.device_by_index(index).map_err(|error| words(&error));
         let listed = device.and_then(|device| listed_as(&device, index, self.process_record));

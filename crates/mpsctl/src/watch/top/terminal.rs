@@ -48,7 +48,8 @@ impl Drop for Entered {
 fn take() -> io::Result<()> {
     ENTERED.store(true, Ordering::SeqCst);
     enable_raw_mode()?;
-    // The terminal must not wrap lines: it may count the columns of a text differently than this program.
+    // The terminal must not wrap lines. The terminal may count the columns of a text differently than this program, and a
+    // wrapped line would move all lines below.
     execute!(stdout()?, EnterAlternateScreen, Hide, DisableLineWrap)
 }
 
