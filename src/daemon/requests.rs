@@ -45,8 +45,8 @@ pub(super) struct Requests {
     /// Asks the kernel which processes a request to end GPU work is about, on threads other than the main loop's.
     kernel: Blocking,
     nvml: NvmlWorker,
-    /// The requests that tasks carry out while the main loop goes on. Each of these requests is answered after the next
-    /// Snapshot is published.
+    /// The requests that tasks carry out while the main loop goes on. After a task, the main loop publishes a new Snapshot
+    /// and then answers the request. So the caller finds the effects of the request in the published facts.
     pub(super) beside: JoinSet<Finished>,
 }
 

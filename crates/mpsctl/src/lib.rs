@@ -107,7 +107,7 @@ enum Command {
         yunion-mpsctl events --follow --json | jq --unbuffered -r .text"
     )]
     Events {
-        /// Print each new event as it comes, until Ctrl-C; a restart of the service doesn't end this
+        /// Print each new event as it comes, until Ctrl-C; the events go on after a restart of the service
         #[arg(long, short)]
         follow: bool,
         /// Print a JSON array; with --follow one JSON object a line
@@ -227,7 +227,7 @@ enum Command {
         #[arg(last = true, required = true, value_name = "CMD")]
         command: Vec<OsString>,
     },
-    /// Gives slices to a control group: every process in it has them, whatever its environment says; for root
+    /// Gives slices to a control group: every process in it has them, whatever its environment says; only root may do this
     #[command(
         after_help = "A slice belongs to one control group at a time, unless --share is given. The names of the slices are \
         printed. A binding ends with its control group; list -o wide shows the bindings. With CDI, container runtimes bind slices by themselves.\n\n\
@@ -236,7 +236,7 @@ enum Command {
         yunion-mpsctl bind 00:06.0 --control-group /system.slice/job-17.scope"
     )]
     Bind(act::bind::Arguments),
-    /// Ends the binding of a control group; its processes go on; for root
+    /// Ends the binding of a control group; its processes go on; only root may do this
     #[command(after_help = "Examples:\n  \
         yunion-mpsctl unbind --pid 4711\n  \
         yunion-mpsctl unbind --control-group /system.slice/job-17.scope")]
@@ -386,8 +386,8 @@ enum Command {
         yunion-mpsctl probe --json | jq '.[] | select(.matches | not)'"
     )]
     Probe {
-        /// A name as `list` shows it: 00:06.0-1; a GPU's address or UUID stands for one slice of it. Default: the
-        /// first slice of each size that is not drained, of every GPU; its other slices have the same limits
+        /// A name as `list` shows it: 00:06.0-1; a GPU's address or UUID stands for one slice of it. Default: one
+        /// slice of each size on each GPU, since slices of one size have the same limits
         #[arg(value_name = "SLICE", add = complete::devices())]
         device: Option<String>,
         /// Allocate memory even if the GPU has other clients; their own allocations may fail in that moment
@@ -397,11 +397,11 @@ enum Command {
         #[arg(long)]
         json: bool,
     },
-    /// Prints the lines of Slurm's gres.conf that make the slices of this host GPUs of Slurm
+    /// Prints lines for Slurm's gres.conf, so that Slurm hands out the slices of this host as GPUs
     #[command(
         after_help = "A job that asks Slurm for a GPU then gets a slice, and finds the slice with run --slurm or env --slurm. \
-        These commands read the slice's name in /etc/yunion/gres.conf: Slurm counts the lines, so Slurm must have the same \
-        lines in the same order. After a change of the slices, write the file again and restart slurmctld and slurmd.\n\n\
+        Slurm tells a job only the number of its slice. These commands find the slice's name in the line with this number in \
+        /etc/yunion/gres.conf, so Slurm's gres.conf must have the same lines in the same order. After a change of the slices, write the file again and restart slurmctld and slurmd.\n\n\
         Examples:\n  \
         yunion-mpsctl slurm >/etc/yunion/gres.conf\n  \
         srun --gres=gpu:1 yunion-mpsctl run --slurm -- python3 train.py"

@@ -4,7 +4,7 @@
 //! * work-is-safe: a control daemon ends together with its clients only for a stop for good, if MPS is disabled, or for
 //!   `--force`; a server with a fatal GPU error ends only with clients that the error has hit; a client ends for the
 //!   budget of its slice only if the slice belongs to one tenant, the client is newer than the clients that stay, the
-//!   budget is exceeded without the client's end, the client has come since the budget got this small, and no other
+//!   budget stays exceeded if the client does not end, the client has come since the budget got this small, and no other
 //!   client of the slice may have lost its work already
 //! * the-door-is-closed-first: when the service asks a control daemon without clients to end, no link leads to the
 //!   control daemon, and the control daemon has noticed every program that has connected; no program gets CUDA error 805
@@ -27,7 +27,7 @@
 //!   the report of its end, and never those of another process with the same PID; the register has all clients of each
 //!   control daemon, even clients with lost log lines
 //! * ours-are-no-strangers: no server or client of the service is called a bypass
-//! * one-has-a-gpu: no two control daemons of the service have one GPU, unless the control daemons take turns on the GPU
+//! * one-has-a-gpu: no two control daemons of the service have the same GPU, unless the control daemons take turns on the GPU
 //! * who-runs-is-written-down: each running control daemon of the service is in the state file, once
 //! * only-the-wanted-are-ended: a request ends the work of the clients that it means, and of no other client
 //! * a-request-tells-the-truth: once a request to end work is done, no client that the request means is at work;
@@ -38,7 +38,7 @@
 //! * a-request-holds-up-nobody: the service asks for the end of no client at a server that handles a fatal GPU error,
 //!   since the control daemon would wait for the client
 //! * slices-follow-bindings: a program in a bound control group has the slices of the nearest binding and no other, no
-//!   program elsewhere claims such a slice, and without sharing no two tenants have one slice
+//!   program elsewhere claims such a slice, and without sharing no two tenants have the same slice
 //! * one-answer: all parts of the service that give out slices give the same answer about a slice at the same moment; a
 //!   program that may have the slice, and begins at once, comes to a control daemon with the limits of the slice, unless
 //!   something has happened that the service can't know yet; at the end of a history the service gives out each slice

@@ -187,8 +187,8 @@ struct NodeSeed<'s, 't> {
     text: &'t str,
     newlines: &'s [usize],
     /// The number of values and copied bytes that may still be built. Each alias repeats its value, so a small file with
-    /// aliases could ask for any number of values. A file without aliases never reaches the limit, since each value and each
-    /// copied byte takes at least half a byte of the file.
+    /// aliases could ask for any number of values. The limit is two for each byte of the file, and an allowance for aliases. A
+    /// file without aliases never reaches the limit, since one byte gives at most two values or copied bytes.
     budget: &'s Cell<usize>,
     depth: u8,
 }

@@ -1,4 +1,4 @@
-//! Watches a control daemon that serves: waits for the next event or the next task.
+//! Watches a control daemon that serves: waits for its next event, or until the next check or other task is due.
 
 use alloc::format;
 use alloc::string::String;

@@ -67,9 +67,9 @@ fn control_daemons(facts: &Facts) -> Outcome {
                 "control-daemon-faulted",
                 name(daemon),
                 format!("a server of this control daemon has met a fatal GPU error: {reason}"),
-                "the server recovers or is replaced when its clients have ended, at the latest after \
-                 cuda_mps_fault_grace; to end the fault sooner, run yunion-mpsctl terminate PID for each \
-                 client that yunion-mpsctl status names",
+                "the server recovers or is replaced when the clients that were hit have ended, at the latest \
+                 after cuda_mps_fault_grace; to end the fault sooner, run yunion-mpsctl terminate PID for \
+                 each of these clients, which yunion-mpsctl status names",
             )),
             ControlDaemonState::Backoff => Some(error(
                 "control-daemon-backoff",

@@ -42,7 +42,8 @@ pub(super) struct Arguments {
     /// The number of slices of each GPU [default: about 8 GiB for a slice, from 2 to 10 slices]
     #[arg(long, value_name = "N", value_parser = RangedU64ValueParser::<u32>::new().range(1..=MOST.into()))]
     slices: Option<u32>,
-    /// Keep a fault in its slice; the slices then take turns on the GPU
+    /// Give each slice a server of its own: a fatal GPU error ends only clients of its slice, and the slices take turns on
+    /// the GPU
     #[arg(long)]
     isolate_slices: bool,
     /// Print the files, and write nothing

@@ -40,7 +40,8 @@ struct Form {
     /// Print the names alone, one a line
     #[arg(long)]
     names: bool,
-    /// Print everything that the service publishes as a JSON array, with the clients as of its last look
+    /// Print everything that the service publishes as a JSON array; the numbers of clients are the last that the service
+    /// has counted
     #[arg(long)]
     json: bool,
 }
