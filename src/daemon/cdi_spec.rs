@@ -75,7 +75,7 @@ impl CdiSpec {
 /// The path of yunion-mpsctl. The package installs yunion-mpsctl and this program in the same directory.
 fn beside_this_program() -> Result<PathBuf, Problem> {
     let own = std::env::current_exe()
-        .map_err(|error| format!("the path of this program can't be read: {error}"))?;
+        .map_err(|error| format!("the path of yunion-mps-daemon can't be read: {error}"))?;
     let program = own.with_file_name("yunion-mpsctl");
     if program.is_file() {
         Ok(program)

@@ -95,7 +95,7 @@ pub(crate) async fn run(sources: Sources, runtime_directory: PathBuf, level: Lev
     let state_file = SharedStateFile::new(StateFile::open(directory));
     let signals = match signals::listen() {
         Ok(signals) => signals,
-        Err(error) => return failed(&format!("signals can't be received: {error}")),
+        Err(error) => return failed(&format!("the service can't receive signals such as SIGTERM: {error}")),
     };
     let (requests, received) = mpsc::channel(REQUESTS);
     let (snapshot, seen) = watch::channel(Arc::new(compose::nothing_yet(&loaded.settings)));
@@ -105,7 +105,7 @@ pub(crate) async fn run(sources: Sources, runtime_directory: PathBuf, level: Lev
     let (joined, told) = (Arc::clone(&on_the_bus), Arc::clone(&changed));
     let bus = presence::stay_on_the_bus(seen, requests, signals_seen, joined, told);
     if let Err(error) = presence::on_a_thread_of_its_own(bus) {
-        return failed(&format!("the thread for the bus can't be started: {error}"));
+        return failed(&format!("the thread for D-Bus can't be started: {error}"));
     }
     let (events, happened) = mpsc::channel(FAULTS);
     let nvml = NvmlWorker::new(state_file.clone());

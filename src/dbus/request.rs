@@ -149,7 +149,7 @@ impl Callers {
         call: &Header<'_>,
     ) -> Result<Option<u32>> {
         let unknown =
-            || RequestError::AccessDenied("the bus does not report the user of the caller".to_owned());
+            || RequestError::AccessDenied("D-Bus does not report the user of the caller".to_owned());
         let sender = call.sender().ok_or_else(unknown)?.to_owned();
         let known = self.lock().get(sender.as_str()).copied();
         let uid = if let Some(known) = known {

@@ -90,7 +90,7 @@ impl GpuShell for Worker {
         if !gone.is_empty() {
             let who = bypass::describe(gone);
             self.reporter.event(format!(
-                "GPU {name} is no longer used without an MPS server of this service by {who}"
+                "the use of GPU {name} without an MPS server of this service has ended: {who}"
             ));
         }
         // A change of a bypass's memory alone is not published. Otherwise each health check would publish a new status.

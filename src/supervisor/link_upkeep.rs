@@ -42,7 +42,8 @@ impl Worker {
 fn led_again(changed: &BTreeSet<PathBuf>, pipe_directory: &Path, other: Option<u32>) -> Option<String> {
     let first = changed.first()?.display();
     let by = other.filter(|_| changed.contains(pipe_directory));
-    let by = by.map(|pid| format!(": process {pid} listened there")).unwrap_or_default();
+    let at = pipe_directory.display();
+    let by = by.map(|pid| format!(": process {pid} listened in {at}")).unwrap_or_default();
     let others = match changed.len() {
         1 => String::new(),
         2 => " and another directory".to_owned(),
@@ -115,7 +116,7 @@ mod tests {
         assert_eq!(
             again(&["/mps/slices/a", "/mps/pipe"], Some(7)).unwrap(),
             "/mps/pipe and another directory had no link to the control daemon's socket: process 7 listened \
-             there; the service has made the links again"
+             in /mps/pipe; the service has made the links again"
         );
         let moved: Vec<String> = (0..6).map(|number| format!("{number} was a FIFO")).collect();
         assert_eq!(in_the_way(&moved[..1]), "0 was a FIFO");

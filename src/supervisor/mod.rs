@@ -279,8 +279,9 @@ impl Worker {
         }
         self.reporter.warning(format!(
             "{pipe_directory} is a mount of its own, so the control daemon has no private directory beside \
-             it: a program of the host's root that has the pipe directory, even in a container, can command \
-             the control daemon; set cuda_mps_pipe_directory to a directory that is not a mount point",
+             it: a program that runs as the host's root and has the pipe directory, even in a container, \
+             can command the control daemon; set cuda_mps_pipe_directory to a directory that is not a \
+             mount point",
             pipe_directory = plan.pipe_directory.display()
         ));
         self.not_beside = Some(private);

@@ -397,7 +397,7 @@ impl RunShell<'_> {
         self.show_cpus();
         self.tell_left_out();
         let run = &mut *self.run;
-        let trouble = run.log.trouble().filter(|_| stays);
+        let trouble = if stays { run.log.trouble() } else { run.log_trouble };
         if trouble != run.log_trouble {
             run.log_trouble = trouble;
             let path = run.log.path().display();

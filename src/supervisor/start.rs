@@ -268,13 +268,13 @@ impl Worker {
         let pid = running.process.pid;
         tracing::debug!(
             step = "spawned",
-            "process {pid} waits until the service lets it become the control daemon"
+            "process {pid} waits until the service lets it become control daemon {id}"
         );
         self.write_down(&running)?;
-        tracing::debug!(step = "written-down", "PID {pid} is saved in the state file");
+        tracing::debug!(step = "written-down", "the state file has process {pid} as control daemon {id}");
         if systemd::runs_us() {
             match systemd::move_to_scope(&id.to_string(), pid).await {
-                Ok(scope) => tracing::debug!(step = "scope", "PID {pid} is in {scope}"),
+                Ok(scope) => tracing::debug!(step = "scope", "process {pid} is in systemd's unit {scope}"),
                 Err(error) => {
                     self.reporter.warning(format!(
                         "systemd can't move control daemon {id} to a scope, so the control daemon stays in the \
@@ -290,7 +290,7 @@ impl Worker {
             }
         }
         let process = waiting.go().await.map_err(not_started)?;
-        tracing::debug!(step = "started", "PID {pid} becomes the control daemon");
+        tracing::debug!(step = "started", "process {pid} becomes control daemon {id}");
         self.reporter.update(|status| {
             status.view.pid = Some(pid);
             status.view.starts += 1;

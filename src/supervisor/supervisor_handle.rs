@@ -168,8 +168,9 @@ impl SupervisorHandle {
     fn send(&self, request: Requested, reply: Option<Answer>) {
         if let Err(error) = self.requests.try_send((request, reply)) {
             tracing::debug!(
-                "a control daemon has too many requests to carry out, so a further request is \
-                 dropped: {error}"
+                "the service drops a request for control daemon {id}, which has too many requests or is \
+                 no longer supervised: {error}",
+                id = self.plan.id
             );
         }
     }

@@ -291,8 +291,11 @@ fn a_claim_in_the_environment_ends_nobody() {
     });
     assert_eq!(device_of(&host, NEIGHBOUR)["clients"], 0, "the claim counts for nothing");
     let told = wait_for_event(&host, "over its budget");
-    let reason =
-        format!("only the environment of process {} says that the process has this slice", forged.id());
+    let reason = format!(
+        "only the environment of process {} names this slice, so the process may belong to another \
+                 tenant",
+        forged.id()
+    );
     assert!(told.ends_with(&format!("; the service ends no work: {reason}")), "{told}");
     nobody_was_ended(&host, &[&forged, &tenant]);
     drop((forged, tenant, container));

@@ -280,10 +280,10 @@ fn a_program_without_mps_stays_known_while_nvml_lists_nobody() {
     host.clear("gpus/0/error/nvmlDeviceGetComputeRunningProcesses");
     looks_at_the_gpu(&host);
     host.wait_for_state("degraded");
-    assert!(!host.log().contains("is no longer used without an MPS server"), "{}", host.log());
+    assert!(!host.log().contains("of this service has ended: PID"), "{}", host.log());
     assert_eq!(host.log().matches("WARN GPU 00:06.0 is used without").count(), 1, "{}", host.log());
     drop(stranger);
-    wait_for("its end", || host.log().contains("is no longer used without an MPS server").then_some(()));
+    wait_for("its end", || host.log().contains("of this service has ended: PID").then_some(()));
     host.wait_for_state("ready");
     assert_eq!(host.stop().code(), Some(0));
 }
@@ -308,7 +308,7 @@ fn a_program_without_mps_is_told_once() {
     stranger.end();
     host.wait_for_state("ready");
     assert_eq!(host.log().matches("WARN GPU 00:06.0 is used without").count(), 1, "{}", host.log());
-    assert_eq!(host.log().matches("is no longer used without an MPS server").count(), 1, "{}", host.log());
+    assert_eq!(host.log().matches("of this service has ended: PID").count(), 1, "{}", host.log());
     assert!(held.iter().all(|(_, one)| alive(one.id())));
     drop(held);
     assert_eq!(host.stop().code(), Some(0));

@@ -159,11 +159,7 @@ fn a_forced_change_names_the_clients() {
     host.configure("cuda_mps_topology: per_gpu");
     assert!(host.call("Control.Reload").status.success());
     let refused = host.mpsctl(&["apply"]);
-    assert!(
-        text(&refused).contains("the change waits until the clients have ended (1 client)"),
-        "{}",
-        text(&refused)
-    );
+    assert!(text(&refused).contains("only after its clients have ended (1 client)"), "{}", text(&refused));
     assert!(!host.log().contains(&expected));
     let applied = host.mpsctl(&["apply", "--force"]);
     assert!(applied.status.success(), "{}", text(&applied));

@@ -405,7 +405,7 @@ fn wait_until_its_clients_are_not_known(host: &Host, control_daemon: u32) {
         reason.contains("the clients of the control daemon are not known") && reason.contains(expected)
     });
     assert_eq!(control_pid(&status), control_daemon);
-    let told = "is not ended, since its clients are not known";
+    let told = "yet, since its clients are not known";
     assert_eq!(host.log().matches(told).count(), 1, "{}", host.log());
 }
 
@@ -499,7 +499,7 @@ fn another_control_daemon_in_the_pipe_directory_takes_no_clients(topology: Topol
     let told = format!("{} had no link to the control daemon's socket", pipe.display());
     wait_for("its socket", || listener(&pipe).filter(|pid| *pid == foreign.id()));
     assert!(host.call("Control.Reload").status.success());
-    let named = format!("{told}: process {} listened there", foreign.id());
+    let named = format!("{told}: process {} listened in {}", foreign.id(), pipe.display());
     wait_for("the warning", || host.log().contains(&named).then_some(()));
     let client = host.client();
     let clients = host.front_end(&host.private(), "ps");

@@ -193,7 +193,8 @@ fn walk(path: &Path, make: bool) -> Result<Option<OwnedFd>, BadDirectory> {
             kind => {
                 let found = if kind == FileType::Symlink {
                     format!(
-                        "is a symbolic link, which is not followed in {parent}",
+                        "is a symbolic link in {parent}: the service follows a link only in a directory \
+                         where only root can write, and never as the last part of a path",
                         parent = parent.display()
                     )
                 } else {
@@ -273,7 +274,7 @@ fn owner(stat: &Stat) -> Result<(), Problem> {
     }
     Err(Problem::new(
         format!("belongs to user {owner}, but this service runs as user {us}", owner = stat.st_uid),
-        "remove the directory with its contents (rm -r), or configure another directory (docs/bounds.md)",
+        "remove it with its contents (rm -r), or configure another directory as docs/bounds.md shows",
     ))
 }
 
@@ -285,15 +286,15 @@ fn others_rule(stat: &Stat) -> Result<(), Problem> {
     if owner != 0 && owner != us {
         return Err(Problem::new(
             format!("belongs to user {owner}, who could replace its contents"),
-            "remove the directory with its contents (rm -r), or configure a directory where only root can \
-             write (docs/bounds.md)",
+            "configure a directory where only root can write, as docs/bounds.md shows, or remove this \
+             directory with its contents (rm -r)",
         ));
     }
     if stat.st_mode & 0o1002 == 0o002 {
         return Err(Problem::new(
             "every user can replace its contents",
-            "take the right to write from other users (chmod o-w, or chmod +t) or configure another \
-             directory",
+            "run chmod o-w on this directory, or chmod +t if other users must write in it, or configure \
+             another directory",
         ));
     }
     Ok(())

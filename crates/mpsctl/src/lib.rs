@@ -163,7 +163,8 @@ enum Command {
         The format cdi also names the slice in the service's own CDI spec. The service writes its spec only \
         if host.conf has cuda_mps_cdi_directory. A container engine refuses a name that is in no CDI \
         spec.\n\n\
-        If env fails, no program must start without a slice. So env then prints an option or a name that \
+        If env fails, a program must not start without a slice. So \
+        env then prints an option or a name that \
         every container engine refuses, or `false` for a shell. A message on standard error gives the \
         reason, and the exit status is not 0.\n\n\
         Examples:\n  \
@@ -249,14 +250,14 @@ enum Command {
         control_group: Option<String>,
     },
     /// Ends the GPU work of processes without hurting their neighbours
-    #[command(
-        after_help = "The processes get CUDA error 810, and no signal. The command returns when none of them is a \
-        client any more, names them by PID, user and container, and fails after 30 seconds.\n\n\
+    #[command(after_help = "The processes get CUDA error 810, and no signal. The command returns when \
+        none of these processes is a \
+        client any more, and then names the processes by PID, user and container. If a process is \
+        still a client after 30 seconds, the command fails.\n\n\
         Examples:\n  \
         yunion-mpsctl terminate 1153 && kill 1153\n  \
         yunion-mpsctl terminate --device 00:06.0-1\n  \
-        yunion-mpsctl terminate --container 4f1c2d3e5a6b && docker stop 4f1c2d3e5a6b"
-    )]
+        yunion-mpsctl terminate --container 4f1c2d3e5a6b && docker stop 4f1c2d3e5a6b")]
     Terminate {
         #[command(flatten)]
         whom: act::terminate::Whom,
@@ -265,8 +266,8 @@ enum Command {
         json: bool,
     },
     /// Takes slices, GPUs or the whole host out of use for new clients, while the present clients finish
-    #[command(
-        after_help = "env and run refuse a drained slice, and so does the slice's device in the service's \
+    #[command(after_help = "env and run refuse a drained slice, and no container starts with the \
+        slice's device in the service's \
         CDI spec. The drain lasts until undrain or the next boot: not even systemctl stop ends it.\n\n\
         An agent, such as the host agent of Cloudpods, may mount the whole pipe directory into a container \
         without a request to the service. This container can start new clients until every slice of its \
@@ -279,8 +280,7 @@ enum Command {
         Examples:\n  \
         yunion-mpsctl drain 00:06.0-1\n  \
         yunion-mpsctl drain 00:06.0 --wait\n  \
-        yunion-mpsctl drain --all --wait && systemctl stop yunion-mps-daemon"
-    )]
+        yunion-mpsctl drain --all --wait && systemctl stop yunion-mps-daemon")]
     Drain {
         #[command(flatten)]
         what: act::drain::What,
@@ -323,8 +323,10 @@ enum Command {
     #[command(
         after_help = "setup changes no existing file: if the host has a configuration that does not enable \
         MPS, setup prints the lines that belong in each file. On a host of Cloudpods setup writes host.conf \
-        and a device file with one entry for each GPU, since Cloudpods reads its GPUs from the device file. \
-        On any other host setup usually writes only host.conf, if all GPUs get the same number of slices. A \
+        and host_container_device.yml with one entry for each GPU, since Cloudpods reads its GPUs from \
+        this file. \
+        On any other host, if all GPUs get the same number of slices, setup usually writes only host.conf. \
+        A \
         GPU that is added later then gets this number of slices too.\n\n\
         On a host of Cloudpods, and by default where NVIDIA's container toolkit is installed, a program that \
         was not started with a slice gets CUDA error 46. On any other host, and without --isolate-slices, \
@@ -374,7 +376,8 @@ enum Command {
         after_help = "The first process has the environment of the slice. The second process has the same \
         environment without the limits, and so gets the limits that the control daemon itself enforces, even if \
         another program has changed them. SMs may differ by one pair, since GPUs hand out pairs. Memory may differ by \
-        the part that a context takes (128 MiB and 6 MiB for each SM at most). GPUs before Volta enforce no limits, \
+        the part that a context takes: at most 128 MiB plus 6 MiB for each SM. GPUs before Volta enforce \
+        no limits, \
         so nothing is compared there.\n\n\
         For a moment each process allocates as much memory as the slice promises. If other programs hold more than \
         their share, an allocation of a neighbour can fail in that moment. So nothing is allocated on a GPU that has \

@@ -90,7 +90,12 @@ fn in_time<T>(work: impl Future<Output = Result<T, String>>) -> Result<T, String
     let tokio = tokio::runtime::Builder::new_current_thread().enable_all().build();
     let in_time = async { tokio::time::timeout(PATIENCE, work).await };
     let done = tokio.map_err(|error| error.to_string())?.block_on(in_time);
-    done.unwrap_or_else(|_| Err(format!("no answer within {seconds} s", seconds = PATIENCE.as_secs())))
+    done.unwrap_or_else(|_| {
+        Err(format!(
+            "the service did not report the end of this work within {seconds} s",
+            seconds = PATIENCE.as_secs()
+        ))
+    })
 }
 
 /// A command line with which a container engine makes the runtime send a signal to a container.

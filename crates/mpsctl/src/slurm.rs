@@ -36,7 +36,7 @@ pub(super) async fn slurm(daemon: &DaemonProxy, out: &mut dyn Write) -> Result<(
     if service.state != State::Ready {
         let state = describe_state(&service);
         say(&format!(
-            "warning: some GPUs may be missing in these lines; write the lines again when every GPU is \
+            "warning: the output may lack some GPUs; run yunion-mpsctl slurm again when every GPU is \
              served: {state}"
         ));
     }
@@ -80,7 +80,7 @@ fn gres_conf(devices: &[Listed<Device>]) -> Result<String, Problem> {
         "# The slices of this host as GPUs of Slurm, written by `yunion-mpsctl slurm`.\n\
          # Slurm tells a job only the numbers of its slices. So keep the order of the lines below, and of the \
          types in Gres=.\n\
-         # gres.conf: include {FILE}\n\
+         # Slurm's gres.conf: include {FILE}\n\
          # slurm.conf: GresTypes=gpu\n\
          # slurm.conf: NodeName=... Gres={}\n{lines}",
         gres.join(",")

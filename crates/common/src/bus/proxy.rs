@@ -45,7 +45,7 @@ pub enum BusError {
     #[error("yunion-mps-daemon does not answer; journalctl -u yunion-mps-daemon may say why")]
     Silent,
     /// The bus can't be reached, or the answer can't be parsed.
-    #[error("the system bus can't be used: {0}")]
+    #[error("the call over the system bus failed: {0}")]
     Bus(zbus::Error),
 }
 

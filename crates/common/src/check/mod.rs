@@ -136,7 +136,7 @@ pub fn judge(mut loaded: Loaded, inventory: Option<&Inventory>) -> Checked {
         Ok(plan) => (Ok(plan.clone()), plan.missing),
         Err(PlanError::NotYet(reason)) => (Err(reason), Vec::new()),
         Err(PlanError::Missing(missing)) => {
-            (Err("this host has none of the GPUs that the device file names".into()), missing)
+            (Err("this host has none of the GPUs that host_container_device.yml names".into()), missing)
         }
         Err(PlanError::Problems(problems)) => return Checked::Wrong { problems, loaded },
     };

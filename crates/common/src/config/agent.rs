@@ -89,8 +89,11 @@ pub(super) fn troubles(
             let found = "the platform's host agent gives each slice the GPU's memory divided by virtual_number, unless the \
                          agent reads D-Bus";
             let is_list = entry.mps.as_ref().is_some_and(|keys| !keys.own.is_empty());
-            let (key, remedy) =
-                if is_list { ("slices", "write virtual_number alone") } else { ("memory", "remove memory") };
+            let (key, remedy) = if is_list {
+                ("slices", "replace the list slices with virtual_number")
+            } else {
+                ("memory", "remove the key memory")
+            };
             let remedy = format!("{remedy}, unless the GPU shares the host's memory");
             let problem = entry.problem(key, Problem::new(found, remedy));
             troubles.push(Trouble { name: "agent-divides-memory", problem, path: None });

@@ -486,7 +486,7 @@ fn without_entry(file: &Path, draft: &Draft) -> Option<LocatedProblem> {
     let is_wanted = draft.origin(REPLICAS_KEY).is_some() || devices.iter().any(|entry| entry.mps.is_some());
     (*enabled && !is_wanted).then(|| {
         let found = format!(
-            "the device file has no entry of type NVIDIA_MPS, so each NVIDIA GPU that no entry names is cut \
+            "this file has no entry of type NVIDIA_MPS, so each NVIDIA GPU that no entry names is cut \
              into {replicas} slices"
         );
         let remedy = format!(
@@ -823,7 +823,7 @@ mod tests {
         for devices in [of_others, b"devices: []\n", b""] {
             assert_eq!(
                 warned("enable_cuda_mps: true", devices),
-                ["/etc/yunion/host_container_device.yml: devices: the device file has no entry of type \
+                ["/etc/yunion/host_container_device.yml: devices: this file has no entry of type \
                   NVIDIA_MPS, so each NVIDIA GPU that no entry names is cut into 10 slices; write type: \
                   NVIDIA_MPS in the entry of each GPU that is to be served; if every GPU is meant, write \
                   cuda_mps_replicas: 10 in host.conf"]

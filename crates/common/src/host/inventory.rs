@@ -80,8 +80,8 @@ impl Inventory {
                 (Some(gpu), ..) => gpu.nvml,
                 (None, Some(other), _) => Err(Problem::new(
                     format!("the kernel driver {other} holds the GPU"),
-                    "bind the GPU to the kernel driver nvidia, or remove the GPU's entry from the \
-                     device file",
+                    "bind the GPU to the kernel driver nvidia, or remove the GPU's entry from \
+                     host_container_device.yml",
                 )),
                 (None, None, Err(reason)) => Err(reason.clone()),
                 (None, None, Ok(_)) => unlisted

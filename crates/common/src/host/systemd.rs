@@ -160,7 +160,7 @@ pub async fn unit(name: &str) -> Result<UnitProperties, Problem> {
         }
         Ok(all)
     };
-    answer(ANSWER_TIMEOUT, "gives yunion-mpsctl no information on the system bus", asked).await
+    answer(ANSWER_TIMEOUT, "gives yunion-mpsctl no information over the system bus", asked).await
 }
 
 /// Waits for an answer of systemd. If systemd refuses the request, the error begins with "systemd" and the text of `refused`.

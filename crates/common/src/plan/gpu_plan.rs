@@ -136,7 +136,7 @@ fn settings(gpu: &Gpu, facts: &NvmlFacts, sizes: &[SliceSize]) -> Vec<NamedProbl
         let found = "NVML does not report the memory of the GPU, which may share the memory of the host: \
                      the service can't divide this memory by itself";
         let remedy =
-            "write the memory of every slice in the GPU's entry in the device file, such as memory: 20GiB";
+            "write the memory of every slice in the file host_container_device.yml, such as memory: 20GiB";
         obstacles.push(NamedProblem::new("memory-unknown", found, remedy));
     }
     obstacles

@@ -106,8 +106,8 @@ fn inseparable(
     settings: &Settings,
     inventory: &Inventory,
 ) -> Option<NamedProblem> {
-    let take_back = "remove the key that asks for a control daemon for each slice: isolation in the device \
-                     file, or cuda_mps_topology in host.conf";
+    let take_back = "remove the key that asks for a control daemon for each slice: isolation in \
+                     host_container_device.yml, or cuda_mps_topology in host.conf";
     let mode = facts.state.compute_mode.filter(|mode| mode.is_exclusive());
     let (found, remedy) = if settings.multiuser == MultiUser::Off {
         let found = "a control daemon for each slice needs multi-user mode, but cuda_mps_multiuser is off";
@@ -181,8 +181,8 @@ mod tests {
             (
                 |all| facts(all, 1).memory_total_mib = None,
                 "NVML does not report the memory of the GPU, which may share the memory of the host: \
-                 the service can't divide this memory by itself; write the memory of every slice in the GPU's \
-                 entry in the device file, such as memory: 20GiB",
+                 the service can't divide this memory by itself; write the memory of every slice in the \
+                 file host_container_device.yml, such as memory: 20GiB",
             ),
         ];
         for (ail, reason) in ailments {

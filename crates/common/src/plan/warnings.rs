@@ -17,7 +17,7 @@ pub(super) fn of_gpu(facts: &NvmlFacts, keys: &MpsEntry, inventory: &Inventory) 
             NO_COMPUTE_CAPABILITY,
             "NVML does not report the compute capability of the GPU, so the service takes the GPU for \
              a GPU that enforces no limits",
-            "see nvidia-smi -q and dmesg",
+            "look for NVRM lines in dmesg",
         )];
     };
     let mut warnings = Vec::new();
@@ -26,7 +26,10 @@ pub(super) fn of_gpu(facts: &NvmlFacts, keys: &MpsEntry, inventory: &Inventory) 
         warnings.push(NamedProblem::new(
             "more-slices-than-clients",
             format!("the GPU has {slices} slices, but can hold only {clients} clients at once"),
-            format!("write virtual_number: {clients} or less in the device file"),
+            format!(
+                "write virtual_number: {clients} or less in host_container_device.yml; for a GPU without \
+                 an entry, write cuda_mps_replicas: {clients} or less in host.conf"
+            ),
         ));
     }
     let counted = NVML_LISTS_CLIENTS.holds(inventory.series(), facts.compute_capability);
@@ -34,12 +37,12 @@ pub(super) fn of_gpu(facts: &NvmlFacts, keys: &MpsEntry, inventory: &Inventory) 
         Some(_) if !counted => warnings.push(NamedProblem::new(
             CLIENTS_NOT_COUNTED,
             "max_clients has no effect, since clients can't be counted on a GPU before Volta",
-            "remove max_clients from the GPU's entry in the device file",
+            "remove max_clients from the GPU's entry in host_container_device.yml",
         )),
         Some(most) if most.get() > clients => warnings.push(NamedProblem::new(
             "more-clients-than-places",
             format!("max_clients is {most}, but the GPU can hold only {clients} clients at once"),
-            format!("write max_clients: {clients} or less in the device file"),
+            format!("write max_clients: {clients} or less in host_container_device.yml"),
         )),
         _ => {}
     }
@@ -54,8 +57,8 @@ pub(super) fn of_gpu(facts: &NvmlFacts, keys: &MpsEntry, inventory: &Inventory) 
                 described = describe_memory(facts, total)
             ),
             format!(
-                "write {share} MiB or less for each slice in the device file, so that each slice can \
-                 use all its memory",
+                "write {share} MiB or less for each slice in host_container_device.yml, so that each slice \
+                 can use all its memory",
                 share = memory_mib(total, *slices)
             ),
         ));

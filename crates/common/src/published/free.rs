@@ -42,7 +42,7 @@ pub fn candidates(
     let is_nothing = |name: &&String| !all().any(|(gpu, ordinal)| meant(gpu, ordinal, name));
     if let Some(asked) = names.iter().find(is_nothing) {
         return Err(RequestError::NoSuchDevice(format!(
-            "no slice, GPU or model is called {asked:?}; this host has {there}",
+            "no slice, GPU or model is called {asked:?}; the service manages {there}",
             there = gpus(snapshot)
         )));
     }
@@ -149,7 +149,8 @@ fn is_model(gpu: &GpuView, name: &str) -> bool {
 
 fn gpus(snapshot: &Snapshot) -> String {
     let named = snapshot.gpus.iter().flatten().map(|gpu| format!("{} ({})", gpu.plan.gpu.id(), model(gpu)));
-    named.collect::<Vec<_>>().join(", ")
+    let named = named.collect::<Vec<_>>().join(", ");
+    if named.is_empty() { "no GPU".to_owned() } else { named }
 }
 
 fn model(gpu: &GpuView) -> String {
@@ -304,7 +305,7 @@ mod tests {
             let refused = chosen(&host, &["p40", wrong], &[], &[]).unwrap_err();
             assert!(
                 refused.starts_with(&format!(
-                    "no slice, GPU or model is called {wrong:?}; this host has 00:06.0 ("
+                    "no slice, GPU or model is called {wrong:?}; the service manages 00:06.0 ("
                 )),
                 "{refused}"
             );

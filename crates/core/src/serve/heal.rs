@@ -185,7 +185,7 @@ impl<S: Shell> Serving<'_, S> {
         let unknown = self.add_clients_of_nvml(&known.pids(), &mut clients).await;
         let held_up = match after_grace(&known.pids(), self.run.gpus.len() == 1, clients) {
             AfterGrace::End(..) if unknown.is_some() => format!(
-                "the server is not ended, since not all its clients are known: {why}",
+                "the service does not end the server, since not all its clients are known: {why}",
                 why = unknown.unwrap_or_default()
             ),
             AfterGrace::End(may_end, stay) => match self.close_door().await {
@@ -196,7 +196,7 @@ impl<S: Shell> Serving<'_, S> {
                     }
                     return asked.map(drop);
                 }
-                Err(why) => format!("the server is not ended: {why}"),
+                Err(why) => format!("the service does not end the server: {why}"),
             },
             AfterGrace::GpuNotKnown(stay) => format!(
                 "the service does not know which GPU had the error, so it does not end the server of these \
@@ -206,8 +206,8 @@ impl<S: Shell> Serving<'_, S> {
             AfterGrace::OthersAreWell(stay, others) => {
                 let (hit, healthy) = (self.shell.describe(&stay), clients_counted(others));
                 format!(
-                    "end these clients, which have lost their work by the error: {hit}; the server is not \
-                     ended, since it has {healthy} on healthy GPUs"
+                    "end these clients, which have lost their work by the error: {hit}; the service \
+                     does not end the server, since it has {healthy} on healthy GPUs"
                 )
             }
         };

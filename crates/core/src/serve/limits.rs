@@ -59,8 +59,10 @@ impl<S: Shell> Serving<'_, S> {
             self.shell.tell(
                 News::Warning,
                 format!(
-                    "another program changed the limits for new servers: {found}; the service has restored \
-                     the limits"
+                    "another program changed the limits for new servers of control daemon {id}: {found}; \
+                     the service has restored \
+                     the limits",
+                    id = self.wanted.id
                 ),
             );
             self.shell.set_limits(None, limits).await?;

@@ -41,10 +41,10 @@ impl<S: Shell> Serving<'_, S> {
         let Some(change) = self.run.blockers.why_it_ends() else { return Ok(false) };
         let clients = self.in_use().await;
         let Some(may_end) = Permit::for_a_change(force, clients.as_ref().ok().copied()) else {
-            let who = clients.map_or_else(|error| error, clients_counted);
+            let who = clients.map_or_else(|error| format!("not known: {error}"), clients_counted);
             return Err(format!(
-                "{change}; the change waits until the clients have ended ({who}); `yunion-mpsctl apply \
-                 --force` ends the clients"
+                "{change}; the service ends the control daemon only after its clients have ended ({who}); \
+                 `yunion-mpsctl apply --force` ends the clients"
             ));
         };
         if !self.shell.is_awaited() {

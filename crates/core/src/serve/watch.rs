@@ -169,7 +169,7 @@ impl<S: Shell> Serving<'_, S> {
         let unknown = in_use.err();
         if let Some(why) = unknown.as_ref().filter(|_| self.run.clients_unknown.is_none()) {
             let text = format!(
-                "control daemon {id} is not ended, since its clients are not known: {why}",
+                "the service can't end control daemon {id} yet, since its clients are not known: {why}",
                 id = self.wanted.id
             );
             self.shell.tell(News::Warning, text);

@@ -84,14 +84,17 @@ pub fn exceeded(budget: SliceSize, all: InUse) -> BTreeSet<Part> {
 pub fn may_cut_back<T: PartialEq>(members: &[Member<T>]) -> Result<Permit, String> {
     if let Some(claims) = members.iter().find(|member| member.only_claims) {
         let pid = claims.process.pid;
-        return Err(format!("only the environment of process {pid} says that the process has this slice"));
+        return Err(format!(
+            "only the environment of process {pid} names this slice, so the process may belong to another \
+             tenant"
+        ));
     }
     let permit = Ok(Permit::new(Cause::OverBudget));
     let Some((first, others)) = members.split_first() else { return permit };
     let is_anothers = |member: &&Member<T>| member.tenant.is_none() || member.tenant != first.tenant;
     let Some(other) = others.iter().find(is_anothers) else { return permit };
     let (one, two) = (first.process.pid, other.process.pid);
-    Err(format!("processes {one} and {two} belong to different users or containers"))
+    Err(format!("processes {one} and {two} may belong to different users or containers"))
 }
 
 /// The member of a slice that loses its work next. None if the other members fit into the budget, or if no member may be ended.

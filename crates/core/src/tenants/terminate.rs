@@ -383,7 +383,9 @@ async fn add_clients_of_nvml<T: TerminationShell>(
              clients; {why}"
         )
     };
-    let Some(gpus) = &daemon.gpus else { return Some(why("the GPUs of the control daemon are not known")) };
+    let Some(gpus) = &daemon.gpus else {
+        return Some(why("the service can't ask NVML for the others, since it does not know their GPUs"));
+    };
     let listed: BTreeSet<u32> = daemon.clients.keys().map(|(_, pid)| *pid).collect();
     let mut doubt = None;
     for (gpu, there) in shell.clients_on(gpus).await {

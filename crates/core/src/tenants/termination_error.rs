@@ -141,8 +141,9 @@ impl<O: fmt::Display> fmt::Display for TerminationError<O> {
                 f,
                 "no process that is known to have these slices uses a GPU, but these clients may have one of \
                  the slices, and their GPU work goes on: {clients}; neither a mounted directory nor an \
-                 environment variable names their slice (for a bound slice the environment does not count); \
-                 first terminate these clients by PID or container, then send the signal",
+                 environment variable names their slice (a variable does not count if its slice \
+                 is bound to another control group); \
+                 terminate these clients by PID or container before you end their processes",
                 clients = first_named(clients.iter().cloned())
             ),
             Self::Silent { why, left } if left.is_empty() => f.write_str(why),
@@ -166,8 +167,8 @@ impl<O: fmt::Display> fmt::Display for TerminationError<O> {
                 let seconds = after.as_secs();
                 write!(
                     f,
-                    "after {seconds} s the GPU work of these clients could not be ended: {left}; no signal \
-                     was sent to them",
+                    "after {seconds} s the GPU work of these clients could not be ended: {left}; the \
+                     service has sent no signal to them",
                     left = named_clients(left)
                 )?;
                 doubt.as_ref().map_or(Ok(()), |doubt| write!(f, "; there may be more clients: {doubt}"))
@@ -197,7 +198,8 @@ mod tests {
         assert_eq!(
             error.to_string(),
             "after 30 s the GPU work of these clients could not be ended: PID 7; PID 8 (the control daemon \
-             did not answer, so the GPU work of this client may have ended or not); no signal was sent to \
+             did not answer, so the GPU work of this client may have ended or not); the service has sent \
+             no signal to \
              them; there may be more clients: A hangs"
         );
         let error = TerminationError::<String>::OutOfTime { after: AFTER, left: Vec::new(), doubt: None };
@@ -219,6 +221,6 @@ mod tests {
     fn the_words_are_bounded() {
         let many: Vec<_> = (0..40).map(|pid| left(pid, WhyLeft::AtWork)).collect();
         let words = TerminationError::OutOfTime { after: AFTER, left: many, doubt: None }.to_string();
-        assert!(words.contains("PID 31; and 8 more; no signal"), "{words}");
+        assert!(words.contains("PID 31; and 8 more; the service"), "{words}");
     }
 }

@@ -420,7 +420,7 @@ mod tests {
             let over =
                 look(&mut watch, &[member(1, 60), Member { tenant: Some(8), ..member(2, 60) }], SECOND);
             let reason =
-                "; the service ends no work: processes 1 and 2 belong to different users or containers";
+                "; the service ends no work: processes 1 and 2 may belong to different users or containers";
             assert_eq!(texts(&over).concat().ends_with(reason), terminate);
             assert!(!is_cut_back(&over));
         }

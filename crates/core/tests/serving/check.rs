@@ -214,7 +214,8 @@ fn clients_that_are_not_known_keep_it_and_that_is_told_once() {
     story.host().stage.answers_to.insert("client PIDs", Failure::NotUnderstood("other words".to_owned()));
     story.host().stage.nvml.insert("A".to_owned(), Err("NVML hangs".to_owned()));
     story.served(65_000);
-    let told = "warning: control daemon shared is not ended, since its clients are not known: other words; \
+    let told = "warning: the service can't end control daemon shared yet, since its clients are not known: \
+                other words; \
                 NVML hangs";
     assert_eq!(story.host().reader.words, [told]);
     let shown = story.shown();

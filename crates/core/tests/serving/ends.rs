@@ -224,7 +224,8 @@ fn a_change_waits_for_clients_unless_it_is_forced() {
         story
     };
     let mut story = misfit(&[1, 2]);
-    let refused = "it has other GPUs; the change waits until the clients have ended (2 clients); \
+    let refused = "it has other GPUs; the service ends the control daemon only after its clients \
+                   have ended (2 clients); \
                    `yunion-mpsctl apply --force` ends the clients"
         .to_owned();
     assert_eq!(asked(&mut story, Requested::Apply { force: false }), (None, vec![Err(refused)]));
@@ -236,7 +237,8 @@ fn a_change_waits_for_clients_unless_it_is_forced() {
     let mut story = misfit(&[]);
     story.host().stage.answers_to.insert("client PIDs", Failure::NotUnderstood("other words".to_owned()));
     story.host().stage.nvml.insert("A".to_owned(), Err("NVML hangs".to_owned()));
-    let refused = "it has other GPUs; the change waits until the clients have ended (other words; NVML \
+    let refused = "it has other GPUs; the service ends the control daemon only after its clients \
+                   have ended (not known: other words; NVML \
                    hangs); `yunion-mpsctl apply --force` ends the clients"
         .to_owned();
     assert_eq!(asked(&mut story, Requested::Apply { force: false }), (None, vec![Err(refused)]));

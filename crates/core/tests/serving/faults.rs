@@ -198,7 +198,8 @@ fn a_server_without_clients_that_stays_faulted_is_ended_after_the_grace() {
 fn a_server_is_left_to_clients_that_are_well() {
     let mut story = faulted(&[(1, "A"), (2, "B")], &[1]);
     story.served(60_000);
-    let why = "end these clients, which have lost their work by the error: 1; the server is not ended, since \
+    let why = "end these clients, which have lost their work by the error: 1; the service does not end \
+               the server, since \
                it has 1 client on healthy GPUs";
     assert!(story.shown().ends_with(why), "{}", story.shown());
     assert_eq!(story.calls("shut down"), 0);
@@ -249,7 +250,7 @@ fn clients_that_nvml_knows_keep_the_server_as_well() {
     let mut story = faulted(&[(1, "A")], &[1]);
     story.host().stage.nvml.insert("B".to_owned(), Err("NVML hangs".to_owned()));
     story.served(60_000);
-    let why = "the server is not ended, since not all its clients are known: NVML hangs";
+    let why = "the service does not end the server, since not all its clients are known: NVML hangs";
     assert!(story.shown().ends_with(why), "{}", story.shown());
     assert_eq!(story.calls("shut down"), 0);
     // The service needs no list of the clients on the GPU with the error, since all of them have lost their work.

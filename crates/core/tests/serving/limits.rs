@@ -290,7 +290,8 @@ fn limits_that_others_have_changed_are_set_again_by_the_check() {
     story.forget();
     story.served(32_000);
     assert!(story.has_told(
-        "warning: another program changed the limits for new servers: 99 instead of 50; the service has \
+        "warning: another program changed the limits for new servers of control daemon shared: \
+         99 instead of 50; the service has \
          restored the limits"
     ));
     assert!(story.has_told(

@@ -166,7 +166,8 @@ fn the_next_server_gets_the_limits_of_the_order() {
     });
     story.served(12_000);
     assert!(story.has_told(
-        "warning: another program changed the limits for new servers: 99 instead of 50; the service has \
+        "warning: another program changed the limits for new servers of control daemon shared: \
+         99 instead of 50; the service has \
          restored the limits"
     ));
     assert_eq!(story.host().servers[&201].setting.percentage, 50);

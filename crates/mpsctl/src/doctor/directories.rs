@@ -40,7 +40,8 @@ fn refused(facts: &Facts) -> Outcome {
             "directory-missing",
             directory.display(),
             "the directory does not exist, although the service runs: another program has removed it",
-            "yunion-mpsctl apply restarts the control daemon once no client is left",
+            "the service restarts the control daemon when its clients have ended; yunion-mpsctl apply \
+             --force ends the clients",
         )),
         Ok(_) => None,
         Err(bad) => {
@@ -159,7 +160,7 @@ fn judge_flag(pipe: &Path) -> Option<Finding> {
     };
     let harm = "a container with a writable mount of the directory can remove the links to control daemons, \
                 which only the next health check restores";
-    let remedy = format!("mount the directory read-only into containers; {remedy}");
+    let remedy = format!("mount the directory read-only into containers; otherwise, {remedy}");
     Some(info("directories-changeable", pipe.display(), format!("{found}: {harm}"), remedy))
 }
 
@@ -193,7 +194,10 @@ fn judge_file_system(directory: &Path, system: &StatVfs) -> Option<Finding> {
     } else {
         return None;
     };
-    let remedy = format!("make room: du -xsh $(stat -c %m {directory})/*");
+    let remedy = format!(
+        "delete files that are not needed: du -xsh $(stat -c %m {directory})/* shows the sizes of the \
+         directories, du -xs --inodes $(stat -c %m {directory})/* their numbers of files"
+    );
     Some(error("file-system-full", &directory, found, remedy))
 }
 
@@ -308,13 +312,13 @@ fn runtime_directory(facts: &Facts) -> Outcome {
 /// Clients and servers exchange data through `/dev/shm`.
 fn shared_memory(facts: &Facts) -> Outcome {
     let directory = facts.file("/dev/shm");
-    let remedy = "mount -t tmpfs -o mode=1777 tmpfs /dev/shm";
+    let remedy = "mkdir -p /dev/shm && mount -t tmpfs -o mode=1777 tmpfs /dev/shm";
     let bad = |found: String, remedy: &str| Ok(vec![error("shm-unusable", "/dev/shm", found, remedy)]);
     let Ok(metadata) = fs::metadata(&directory) else {
         return bad("the directory does not exist".to_owned(), remedy);
     };
     if !metadata.is_dir() {
-        return bad("this path is not a directory".to_owned(), remedy);
+        return bad("this path is not a directory".to_owned(), &format!("rm /dev/shm && {remedy}"));
     }
     if metadata.mode() & 0o003 != 0o003 {
         return bad(
@@ -340,14 +344,16 @@ fn container_toolkit(facts: &Facts) -> Outcome {
     let pipe = &settings.pipe_directory;
     if pipe == Path::new(WHERE_CUDA_LOOKS) {
         let found = format!(
-            "{tool} is installed and mounts this directory into every container with a GPU; CUDA looks \
+            "NVIDIA's container toolkit is installed ({tool}) and mounts this directory into every \
+             container with a GPU; CUDA looks \
              in this directory by itself, so containers that were given no slice become clients too"
         );
         return Ok(vec![warning("toolkit-captures-containers", pipe.display(), found, remedy)]);
     }
     let below = [pipe, &settings.log_directory].into_iter().find(|path| path.starts_with(WHERE_CUDA_LOOKS));
     let found = format!(
-        "{tool} is installed and mounts {WHERE_CUDA_LOOKS} into every container with a GPU, so each such \
+        "NVIDIA's container toolkit is installed ({tool}) and mounts {WHERE_CUDA_LOOKS} into every \
+         container with a GPU, so each such \
          container also has the sockets and logs of other tenants"
     );
     each(below, |path| [info("toolkit-shows-directories", path.display(), &found, remedy)])
@@ -359,7 +365,8 @@ fn selinux(facts: &Facts) -> Outcome {
         return Ok(Vec::new());
     }
     let pipe = facts.enabled()?.pipe_directory.display();
-    let found = "SELinux is enforcing and keeps containers from the control daemon: a label on the \
+    let found = "SELinux is enforcing, so containers may be unable to connect to the control daemon: \
+                 a label on the \
                  directory is not enough, since the kernel also checks the permission connectto";
     let remedy = "if ausearch -m avc names the directory or connectto: start the container with --security-opt label=disable; \
                   docs/containers.md says more";

@@ -19,7 +19,7 @@ pub(super) const CHECKS: &[Check] = &[
     ("the age of the driver", untried),
     ("the programs of MPS", programs),
     ("the PATH of the service", service_path),
-    ("the version of the programs", version),
+    ("the version of the programs of MPS", version),
     ("the device nodes", nodes),
     ("the free instances and watches of inotify", inotify),
 ];
@@ -65,7 +65,9 @@ fn programs(facts: &Facts) -> Outcome {
 
 fn path_of_service(facts: &Facts) -> Result<String, Problem> {
     if let Some(pid) = facts.published().ok().and_then(|published| published.pid) {
-        return Ok(variable(pid, "PATH")?.unwrap_or_default());
+        let path = variable(pid, "PATH")
+            .map_err(|problem| problem.prefixed("the PATH of yunion-mps-daemon is not known"))?;
+        return Ok(path.unwrap_or_default());
     }
     let unit = facts.unit.as_ref().map_err(Clone::clone)?;
     let environment = unit.get("Environment").and_then(Value::as_array);
@@ -151,7 +153,8 @@ fn nodes(facts: &Facts) -> Outcome {
                 metadata.mode() & 0o7777
             ),
             format!(
-                "chmod 666 {node}; to keep this mode, write NVreg_DeviceFileMode=0666 in \
+                "chmod 666 {node}; to keep this mode, write \
+                 `options nvidia NVreg_DeviceFileMode=0666` in \
                  /etc/modprobe.d/nvidia.conf",
                 node = node.display()
             ),

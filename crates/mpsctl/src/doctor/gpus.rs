@@ -16,7 +16,7 @@ pub(super) const CHECKS: &[Check] = &[
     ("the compute modes", compute_modes),
     ("programs that bypass MPS", bypassing),
     ("persistence mode", persistence),
-    ("the warnings about the plan", warnings),
+    ("the warnings about the GPUs", warnings),
     ("the sum of thread percentages", oversubscription),
 ];
 

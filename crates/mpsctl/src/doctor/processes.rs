@@ -73,8 +73,10 @@ fn open_files(facts: &Facts) -> Outcome {
     let mut findings = Vec::new();
     for daemon in &published.control_daemons {
         let Some(pid) = daemon.pid else { continue };
-        let limit = proc::open_files_limit(pid)
-            .map_err(|error| format!("the limits of PID {pid} can't be read: {error}"))?;
+        let limit = proc::open_files_limit(pid).map_err(|error| {
+            let id = &daemon.id;
+            format!("the limit of open files of control daemon {id} (PID {pid}) can't be read: {error}")
+        })?;
         let served = published.served_by(&daemon.id);
         let slices: u64 = served.filter_map(|gpu| u64::try_from(gpu.virtual_num).ok()).sum();
         let needed = slices.saturating_mul(FILES_PER_CLIENT).saturating_add(FILES);

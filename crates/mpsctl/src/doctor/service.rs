@@ -40,7 +40,10 @@ fn bus(facts: &Facts) -> Outcome {
         }
         Err(BusError::Refused(RequestError::AccessDenied(reason))) => {
             let remedy = if rustix::process::geteuid().is_root() {
-                format!("install {policy} and systemctl reload dbus", policy = POLICIES[0])
+                format!(
+                    "install the package again, which restores {policy}, then run systemctl reload dbus",
+                    policy = POLICIES[0]
+                )
             } else {
                 "run yunion-mpsctl doctor as root, or join the group yunion-mps".to_owned()
             };

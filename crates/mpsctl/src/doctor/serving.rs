@@ -331,7 +331,8 @@ fn full(facts: &Facts) -> Outcome {
             "slices-full",
             &gpu.addr,
             found,
-            "start no more work on this GPU until a client has ended; yunion-mpsctl clients lists the \
+            "start no more work on the full GPU, or in the full slices, until a client has ended; \
+             yunion-mpsctl clients lists the \
              clients",
         ))
     })
@@ -419,7 +420,8 @@ fn budgets(facts: &Facts) -> Outcome {
             &device.addr,
             format!("{overuse}{in_use}"),
             "yunion-mpsctl clients lists the clients, and yunion-mpsctl terminate PID ends the work of one \
-             client; max_clients in the device file allows more clients; with cuda_mps_overuse: terminate \
+             client; a higher max_clients in host_container_device.yml allows more clients; with \
+             cuda_mps_overuse: terminate \
              in host.conf the service ends the newest clients by itself; the service ends no client if the \
              clients of the slice belong to several users or containers, or if only the environment of a \
              client says that the client has this slice",

@@ -247,7 +247,7 @@ impl<'a> ProbeReport<'a> {
             }
             writeln!(out, "{table}")?;
             if !limits_enforced {
-                let said = "This GPU enforces no limits (before Volta), so there is nothing to compare.";
+                let said = "This GPU is older than Volta and enforces no limits, so nothing is compared.";
                 writeln!(out, "{}", prose(said))?;
             } else if as_slice.allocated.is_none() && self.slice.memory.is_some() {
                 let clients = counted(self.clients, "other client");

@@ -207,8 +207,8 @@ pub(crate) fn ensure_reachable(answer: &ContainerConfig) -> Result<()> {
     let Some((_, directory)) = directory else { return Ok(()) };
     match fs::metadata(Path::new(directory).join("control")) {
         Err(error) if error.kind() == io::ErrorKind::NotFound => Err(Error::Failed(format!(
-            "the service has {directory}/control, but this process does not see this file: this process has \
-             a /tmp of its own (PrivateTmp= of a unit, job_container/tmpfs of Slurm); in \
+            "the service has {directory}/control, but this process does not see this file, probably since \
+             it has a /tmp of its own, by PrivateTmp= of its unit or by job_container/tmpfs of Slurm; in \
              host.conf, set cuda_mps_pipe_directory to a directory outside of /tmp, such as \
              /run/yunion-mps/pipe"
         ))),

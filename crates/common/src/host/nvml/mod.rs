@@ -367,7 +367,8 @@ fn no_descriptors() -> Option<Problem> {
 fn why_not_loaded(error: &impl fmt::Display, sysroot: &Path) -> Problem {
     let text = error.to_string();
     if text.contains("Too many open files") {
-        let remedy = "raise the limit of open files (LimitNOFILE=, ulimit -n)";
+        let remedy = "raise the limit of open files (LimitNOFILE= in systemctl edit yunion-mps-daemon, or \
+                      ulimit -n)";
         Problem::new(format!("{LIBRARY} can't be loaded ({text})"), remedy)
     } else if text.contains("No such file") {
         let installed = installation::without_library(sysroot).map(|half| half.prefixed(&text));
@@ -390,7 +391,8 @@ fn words(error: &NvmlError) -> Problem {
         ),
         NvmlError::ResetRequired => {
             "GPU needs a reset before it can be used again: stop this service and nvidia-persistenced, \
-             which hold the GPU, and run nvidia-smi --gpu-reset; or reboot the host"
+             which hold the GPU, and run nvidia-smi -i ADDRESS --gpu-reset with the GPU's PCI address as \
+             ADDRESS; or reboot the host"
                 .into()
         }
         NvmlError::NoPermission => Problem::new("no permission", "run as root"),

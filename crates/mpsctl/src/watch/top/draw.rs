@@ -41,7 +41,7 @@ const HELP: [&str; 11] = [
     "  PgUp PgDn     ten rows; Home End: first and last row",
     "  s > <         sort by the next or the previous column",
     "  r             reverse the order",
-    "  t K           end a client's GPU work (asks; for root)",
+    "  t K           as root: end a client's GPU work",
     "  Ctrl-Z        stop this program until fg",
     "  any key       leave this page",
 ];
