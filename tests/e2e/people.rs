@@ -47,7 +47,7 @@ fn private_tmp(machine: &mut Machine) {
             let refused = in_unit(machine, "PrivateTmp=yes", command);
             let said = text(&refused.stderr);
             assert!(
-                !refused.status.success() && said.contains("this process has a /tmp of its own"),
+                !refused.status.success() && said.contains("it has a /tmp of its own"),
                 "{said}"
             );
             assert_eq!(text(&refused.stdout), "", "no program has begun");
