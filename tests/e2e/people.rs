@@ -46,10 +46,7 @@ fn private_tmp(machine: &mut Machine) {
             is_served(&in_unit(machine, "PrivateTmp=no", command));
             let refused = in_unit(machine, "PrivateTmp=yes", command);
             let said = text(&refused.stderr);
-            assert!(
-                !refused.status.success() && said.contains("it has a /tmp of its own"),
-                "{said}"
-            );
+            assert!(!refused.status.success() && said.contains("it has a /tmp of its own"), "{said}");
             assert_eq!(text(&refused.stdout), "", "no program has begun");
         }
     }
