@@ -61,8 +61,8 @@ impl Daemon {
     }
 }
 
-/// Replaces the names in `asked` by the names that the service publishes. A name that only `drained` has is accepted, since the
-/// service has published the name before.
+/// Returns for each name in `asked` the name under which the service publishes the slice or GPU: a GPU's UUID stands for its
+/// address, for example. A name that only `drained` has is accepted, since the service has published the name before.
 fn published(
     snapshot: &Snapshot,
     asked: &[String],

@@ -51,8 +51,8 @@ impl Manager {
         let Some(user) = user else { return Ok(None) };
         if !self.snapshot.borrow().users_may_terminate {
             return Err(RequestError::AccessDenied(format!(
-                "only root may end GPU work, not user {user}: a program that does not end its GPU work \
-                 would block the control daemon for all users; with cuda_mps_may_terminate: owner in \
+                "only root may end GPU work, not user {user}: the control daemon waits until the program's GPU \
+                 work has ended, and a program that never ends it would block all users; with cuda_mps_may_terminate: owner in \
                  host.conf users may end their own GPU work nevertheless"
             )));
         }

@@ -131,7 +131,7 @@ fn a_gpu_before_volta_promises_nothing() {
     assert_eq!(report["slice"]["found"]["sms"], report["sms"]);
     assert_eq!(report["slice"]["found"]["memory_allocated"], Value::Null);
     let said = text(&host.mpsctl(&["probe"]));
-    assert!(said.contains("This GPU is older than Volta and enforces no limits"), "{said}");
+    assert!(said.contains("takes this GPU for a GPU that enforces no limits"), "{said}");
 }
 
 /// While MPS serves another user's clients, `probe` ends with a message instead of waiting.

@@ -92,7 +92,7 @@ fn in_time<T>(work: impl Future<Output = Result<T, String>>) -> Result<T, String
     let done = tokio.map_err(|error| error.to_string())?.block_on(in_time);
     done.unwrap_or_else(|_| {
         Err(format!(
-            "the service did not report the end of this work within {seconds} s",
+            "the end of the GPU work was not confirmed within {seconds} s",
             seconds = PATIENCE.as_secs()
         ))
     })

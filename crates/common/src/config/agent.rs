@@ -90,7 +90,7 @@ pub(super) fn troubles(
                          agent reads D-Bus";
             let is_list = entry.mps.as_ref().is_some_and(|keys| !keys.own.is_empty());
             let (key, remedy) = if is_list {
-                ("slices", "replace the list slices with virtual_number")
+                ("slices", "remove the key slices, and write virtual_number instead")
             } else {
                 ("memory", "remove the key memory")
             };

@@ -36,14 +36,12 @@ const ROOM: u64 = 1 << 20;
 
 fn refused(facts: &Facts) -> Outcome {
     each(facts.all_directories()?, |directory| match check(&directory) {
-        Ok(false) if in_use(facts, &directory) => Some(error(
-            "directory-missing",
-            directory.display(),
-            "the directory does not exist, although the service runs: another program has removed it",
-            "the service restarts the control daemon when its clients have ended; yunion-mpsctl apply \
-             --force ends the clients",
-        )),
-        Ok(_) => None,
+        Ok(false) => remedy_without(facts, &directory).map(|remedy| {
+            let found = "the directory does not exist, although the service runs: another program has \
+                         removed it";
+            error("directory-missing", directory.display(), found, remedy)
+        }),
+        Ok(true) => None,
         Err(bad) => {
             let problem = bad.problem.or_remedy("configure another directory in host.conf");
             Some(finding(Severity::Error, "directory-refused", bad.path.display(), problem))
@@ -51,11 +49,25 @@ fn refused(facts: &Facts) -> Outcome {
     })
 }
 
-fn in_use(facts: &Facts, directory: &Path) -> bool {
+/// The remedy for a directory of a running control daemon that does not exist. None if no running control daemon uses the
+/// directory.
+fn remedy_without(facts: &Facts, directory: &Path) -> Option<&'static str> {
     let mut running = facts.own_control_daemons().iter().filter(|daemon| daemon.pid.is_some());
-    running.any(|daemon| {
-        let its = [&daemon.pipe_directory, &daemon.control_directory, &daemon.log_directory];
-        its.iter().any(|path| Path::new(path) == directory)
+    running.find_map(|daemon| {
+        if Path::new(&daemon.control_directory) == directory {
+            Some(
+                "the service restarts the control daemon when its clients have ended; yunion-mpsctl apply \
+                 --force ends the clients",
+            )
+        } else if Path::new(&daemon.pipe_directory) == directory {
+            Some("the service makes the directory again at its next health check, within a minute")
+        } else {
+            (Path::new(&daemon.log_directory) == directory).then_some(
+                "nothing is logged until the control daemon's next start; when no client is left, run \
+                 systemctl stop yunion-mps-daemon, which ends the control daemon, then systemctl start \
+                 yunion-mps-daemon",
+            )
+        }
     })
 }
 
@@ -171,7 +183,7 @@ fn mode(metadata: &Metadata) -> String {
 fn file_systems(facts: &Facts) -> Outcome {
     each(facts.all_directories()?.chain([facts.runtime_directory.clone()]), |directory| {
         let existing = directory.ancestors().find(|path| path.exists()).unwrap_or(Path::new("/"));
-        judge_file_system(&directory, &rustix::fs::statvfs(existing).ok()?)
+        judge_file_system(existing, &rustix::fs::statvfs(existing).ok()?)
     })
 }
 
@@ -195,8 +207,8 @@ fn judge_file_system(directory: &Path, system: &StatVfs) -> Option<Finding> {
         return None;
     };
     let remedy = format!(
-        "delete files that are not needed: du -xsh $(stat -c %m {directory})/* shows the sizes of the \
-         directories, du -xs --inodes $(stat -c %m {directory})/* their numbers of files"
+        "delete files that are not needed: du -xhd1 $(stat -c %m {directory}) shows the sizes of the \
+         directories, du -x --inodes -d1 $(stat -c %m {directory}) their numbers of files"
     );
     Some(error("file-system-full", &directory, found, remedy))
 }
@@ -243,7 +255,8 @@ fn socket(directory: &Path, pid: u32) -> Option<Finding> {
                 "no process listens on this socket, although the control daemon (PID {pid}) runs: new \
                  clients can't connect"
             ),
-            "yunion-mpsctl apply restarts the control daemon once no client is left; if systemd-tmpfiles may \
+            "the service restarts the control daemon when its clients have ended; yunion-mpsctl apply --force \
+             ends the clients; if systemd-tmpfiles may \
              have removed the socket, doctor also reports directory-ageing",
         )),
     }

@@ -247,7 +247,8 @@ impl<'a> ProbeReport<'a> {
             }
             writeln!(out, "{table}")?;
             if !limits_enforced {
-                let said = "This GPU is older than Volta and enforces no limits, so nothing is compared.";
+                let said = "The service takes this GPU for a GPU that enforces no limits (older than Volta, or of \
+                            an unknown compute capability), so nothing is compared.";
                 writeln!(out, "{}", prose(said))?;
             } else if as_slice.allocated.is_none() && self.slice.memory.is_some() {
                 let clients = counted(self.clients, "other client");

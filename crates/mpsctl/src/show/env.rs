@@ -206,12 +206,19 @@ pub(crate) fn ensure_reachable(answer: &ContainerConfig) -> Result<()> {
     let directory = environment.iter().find(|(name, _)| name == PIPE_DIRECTORY_VARIABLE);
     let Some((_, directory)) = directory else { return Ok(()) };
     match fs::metadata(Path::new(directory).join("control")) {
-        Err(error) if error.kind() == io::ErrorKind::NotFound => Err(Error::Failed(format!(
-            "the service has {directory}/control, but this process does not see this file, probably since \
-             it has a /tmp of its own, by PrivateTmp= of its unit or by job_container/tmpfs of Slurm; in \
-             host.conf, set cuda_mps_pipe_directory to a directory outside of /tmp, such as \
-             /run/yunion-mps/pipe"
-        ))),
+        Err(error) if error.kind() == io::ErrorKind::NotFound => {
+            let why = if Path::new(directory).starts_with("/tmp") {
+                "probably since it has a /tmp of its own, by PrivateTmp= of its unit or by \
+                 job_container/tmpfs of Slurm; in host.conf, set cuda_mps_pipe_directory to a directory \
+                 outside of /tmp, such as /run/yunion-mps/pipe"
+            } else {
+                "since it has other mounts than the service, or since another program has just removed the \
+                 file; yunion-mpsctl doctor looks for the reason"
+            };
+            Err(Error::Failed(format!(
+                "the service has {directory}/control, but this process does not see this file, {why}"
+            )))
+        }
         // A user without permission for the pipe directory gets no error here, since CUDA itself reports that error.
         _ => Ok(()),
     }

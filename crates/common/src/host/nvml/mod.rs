@@ -367,8 +367,9 @@ fn no_descriptors() -> Option<Problem> {
 fn why_not_loaded(error: &impl fmt::Display, sysroot: &Path) -> Problem {
     let text = error.to_string();
     if text.contains("Too many open files") {
-        let remedy = "raise the limit of open files (LimitNOFILE= in systemctl edit yunion-mps-daemon, or \
-                      ulimit -n)";
+        let remedy = "raise the limit of open files: for the service, add [Service] and LimitNOFILE=500000 with \
+                      systemctl edit yunion-mps-daemon, then run systemctl restart yunion-mps-daemon; for a \
+                      command, run ulimit -n 500000 before it";
         Problem::new(format!("{LIBRARY} can't be loaded ({text})"), remedy)
     } else if text.contains("No such file") {
         let installed = installation::without_library(sysroot).map(|half| half.prefixed(&text));
