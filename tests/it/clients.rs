@@ -205,10 +205,8 @@ fn a_bypass_is_told_and_nobody_loses_anything() {
     let program = bypassing(&host);
     let pid = program.id();
     host.reload();
-    let sentence = format!(
-        "used without an MPS server of this service by PID {pid} (cuda-client) of user {}",
-        own_user()
-    );
+    let who = format!("PID {pid} (cuda-client) of user {}", own_user());
+    let sentence = format!("used without an MPS server of this service by {who}");
     let status = host.wait_for_state("degraded");
     assert_eq!(status["service"]["state_reason"], format!("GPU 00:06.0 is {sentence}"));
     assert_eq!(control_daemon(&status)["state"], "ready");
@@ -249,7 +247,7 @@ fn a_bypass_is_told_and_nobody_loses_anything() {
     drop(program);
     host.reload();
     let status = host.wait_for_state("ready");
-    let over = format!("GPU 00:06.0 is no longer {sentence}");
+    let over = format!("the use of GPU 00:06.0 without an MPS server of this service has ended: {who}");
     let told = status["events"].as_array().unwrap();
     assert!(told.iter().any(|event| event["text"] == over), "{told:?}");
     assert!(host.list().iter().all(|device| device["reason"] == ""));
