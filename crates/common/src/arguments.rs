@@ -14,7 +14,7 @@ pub struct Arguments {
     /// The main configuration file [default: /opt/yunion/bin/etc/host.conf if there, else /etc/yunion/host.conf]
     #[arg(long, value_name = "FILE")]
     pub config: Option<PathBuf>,
-    /// Read the files of a host (configuration, /sys, pci.ids) whose root is this directory
+    /// Read configuration, /sys and pci.ids below this directory instead of /
     #[arg(long, value_name = "DIR", default_value = "/")]
     pub sysroot: PathBuf,
     /// Check the configuration and change nothing: print the slices that the service would serve, and what a reload would

@@ -52,7 +52,7 @@ pub(crate) struct Arguments {
     kubelet_directory: PathBuf,
     #[command(flatten)]
     naming: Naming,
-    /// How a GPU is chosen for the slice of a container
+    /// The rule that chooses the GPU for a container's slice
     #[arg(long, value_enum, default_value_t = Placement::Pack)]
     preferred: Placement,
     /// Give containers environment variables, mounts and device nodes, but no CDI devices: for container engines without CDI

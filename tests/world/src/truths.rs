@@ -16,7 +16,8 @@
 //!   changed the limits since the last check
 //! * what-is-ready-takes-clients: no server of a control daemon that is shown as ready has a fatal GPU error that the
 //!   service has read in the log
-//! * the-ended-get-no-limits: the service sets no limits of a server whose end it has read in the log
+//! * the-ended-get-no-limits: once the service has read in the log that a server has ended, the service sets no
+//!   limits of this server
 //! * the-view-is-true: a control daemon that is shown as serving a GPU has the GPU, with the limits of its order, unless
 //!   something has happened that the service can't know yet
 //! * ready-comes: if nothing happens for four minutes, the service says that it is ready, however long its troubles last:

@@ -60,8 +60,7 @@ impl<S: Shell> Serving<'_, S> {
                 News::Warning,
                 format!(
                     "another program changed the limits for new servers of control daemon {id}: {found}; \
-                     the service has restored \
-                     the limits",
+                     the service has restored the limits",
                     id = self.wanted.id
                 ),
             );

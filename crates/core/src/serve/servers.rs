@@ -21,8 +21,8 @@ pub(super) struct Server {
     /// The number of the server in the order in which servers started.
     number: u64,
     pub(super) ready: bool,
-    /// True if the service has seen the process end. The control daemon lists the server and logs its end until it notices the
-    /// end too.
+    /// True if the service has learned of the server's end without the log. Until the control daemon notices the end too, the
+    /// control daemon lists the server, and does not log its end.
     pub(super) has_ended: bool,
     pub(super) exit_status: Option<i32>,
     /// The user for whom the control daemon has started the server. None if the log has not reported the user.
@@ -94,7 +94,7 @@ impl Servers {
         }
     }
 
-    /// Forgets the servers whose end is in the log. The other ended servers stay, since the log will report their ends.
+    /// Forgets the servers whose end the log has reported. For each other ended server, the report is still to come.
     pub(super) fn forget_ended(&mut self) {
         self.known.retain(|_, server| server.exit_status.is_none());
     }

@@ -46,7 +46,7 @@ pub(super) struct Arguments {
     /// The main configuration file [default: the file that the service reads]
     #[arg(long, value_name = "FILE")]
     config: Option<PathBuf>,
-    /// Check the files of a host whose root is this directory, and make no check of processes
+    /// Check the files below this directory instead of /, and check no processes
     #[arg(long, value_name = "DIR", default_value = "/")]
     sysroot: PathBuf,
     /// Name the checks that could not be made, each with the reason
